@@ -1,0 +1,1 @@
+"""Which requests the next step runs: admission, queue, batching, deadlines."""

@@ -1,0 +1,1 @@
+"""One step of a model: inputs, resources, capture and replay."""

@@ -1,0 +1,65 @@
+"""What a submodule is handed for one step: rows' inputs and the engine's side of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from mstar.engine.resources.spec import ResourceReqConfig
+    from mstar.engine.resources.step import StepContext
+
+
+@dataclass
+class RequestInfo:
+    """What the engine knows of one request.  Written at ingest by the conductor's thread, then read only.
+
+    ``request_id`` is the engine's own integer: real >= 0, padding <= -2, -1 unset.  ``row`` is its master row.
+    """
+
+    request_id: int
+    row: int = -1
+    prompt_ids: np.ndarray | None = None  # int64 [prompt tokens]
+    max_tokens: int = 1
+    resource_configs: Mapping[str, ResourceReqConfig] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)  # non-text inputs of the request, by input name
+
+
+@dataclass
+class NodeInputs:
+    """One row's inputs to a node.  ``input_seq_len`` tokens are added; it drives bucket choice and spans."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    input_seq_len: int = 1
+
+
+@dataclass
+class ARNodeInputs(NodeInputs):
+    """One row's inputs to an autoregressive node.
+
+    ``input_ids`` int64 [input_seq_len], or None when the row's token lies on the device (the sampler's last
+    token).  A prompt given in chunks carries where the chunk starts and whether it is the last.
+    """
+
+    input_ids: torch.Tensor | None = None
+    input_embeds: torch.Tensor | None = None
+    walk: str | None = None
+    chunk_start: int = 0
+    chunk_total: int = 0
+    is_final_chunk: bool = True
+
+
+@dataclass
+class ModelInputsFromEngine:
+    """The engine's side of a forward: padded rows, the resources by key, and the step's context."""
+
+    request_ids: tuple[int, ...]
+    resources: dict[str, Any]
+    ctx: StepContext
+    per_request_info: list[RequestInfo] = field(default_factory=list)
+    captured: bool = False

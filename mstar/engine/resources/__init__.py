@@ -1,0 +1,1 @@
+"""Per-request state and static buffers of a step, behind one protocol."""

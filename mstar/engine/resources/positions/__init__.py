@@ -1,0 +1,1 @@
+"""Token positions and rotary embedding."""

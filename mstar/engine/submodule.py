@@ -1,0 +1,87 @@
+"""The protocol of a node's network: what the engine calls in a step, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mstar.engine.inputs import ModelInputsFromEngine, NodeInputs, RequestInfo
+from mstar.engine.outputs import BatchedModelOutput
+from mstar.engine.resources.step import SlotLease, SubmoduleStep
+
+if TYPE_CHECKING:
+    from mstar.engine.accelerator_graph_config import AcceleratorGraphConfig, PiecewiseAcceleratorGraphConfig
+
+
+class NodeSubmodule(nn.Module):
+    """A node's network.  Hooks are per batch; nothing here may keep per-request state outside a resource.
+
+    ``autocast_dtype`` None runs with autocast disabled.
+    """
+
+    autocast_dtype: torch.dtype | None = None
+    disable_torch_compile: bool = False
+    reads_device_loopback: bool = False
+
+    def prepare_inputs(self, graph_walk: str, info: RequestInfo) -> NodeInputs | None:
+        """One request's inputs; None skips it in this step, an exception fails that request only."""
+        raise NotImplementedError(f"{type(self).__name__}.prepare_inputs")
+
+    def uniform_row_inputs(self, graph_walk: str) -> NodeInputs | None:
+        """One object that serves as every row's inputs (decode with its token on the device), or None."""
+        return None
+
+    def max_batch_size(self, graph_walk: str) -> int | None:
+        """Most rows one step may have; None leaves it to the captures."""
+        return None
+
+    def cg_key_info(self, graph_walk: str, infos: Sequence[RequestInfo]) -> Hashable | None:
+        """What tells captures of one shape apart for this batch."""
+        return None
+
+    def declare_step(
+        self,
+        graph_walk: str,
+        request_ids: Sequence[int],
+        inputs: Sequence[NodeInputs],
+        slot_lease: SlotLease | None = None,
+        piecewise_leases: Mapping[str, SlotLease] | None = None,
+    ) -> SubmoduleStep | None:
+        """What the step needs of each resource.  Pure: the same inputs give the same step."""
+        return None
+
+    def preprocess(
+        self, graph_walk: str, engine_inputs: ModelInputsFromEngine, inputs: Sequence[NodeInputs]
+    ) -> dict[str, Any]:
+        """Collates the rows into named tensors: the forward's keywords, and the static buffers of a capture."""
+        raise NotImplementedError(f"{type(self).__name__}.preprocess")
+
+    def forward_batched(
+        self, graph_walk: str, engine_inputs: ModelInputsFromEngine, **tensors: Any
+    ) -> BatchedModelOutput | dict[Any, Any]:
+        """The forward over all rows.  No host reads, no branches on tensor values, no ids."""
+        raise NotImplementedError(f"{type(self).__name__}.forward_batched")
+
+    def cleanup_request(self, request_id: int) -> None:
+        """Frees what the submodule itself kept of a request."""
+
+    def get_accelerator_graph_configs(self, device: torch.device) -> list[AcceleratorGraphConfig]:
+        """Whole-forward captures of this node."""
+        return []
+
+    def get_piecewise_accelerator_graph_configs(
+        self, device: torch.device
+    ) -> dict[str, PiecewiseAcceleratorGraphConfig]:
+        """Inner regions of this node's forward to capture, by label."""
+        return {}
+
+
+class ARNodeSubmodule(NodeSubmodule):
+    """A node whose sampled token feeds its next step."""
+
+    def device_loopback_signals(self, graph_walk: str) -> frozenset[str]:
+        """Names of the loop-back inputs that stay on the device in this walk."""
+        return frozenset()

@@ -1,0 +1,1 @@
+"""The walk graph: nodes, edges, loops, walks (names only, no tensors)."""

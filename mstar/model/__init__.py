@@ -1,0 +1,1 @@
+"""Model contract, checkpoints, families and shared layers."""

@@ -1,0 +1,1 @@
+"""The engine process, its client, their messages and options."""

@@ -1,0 +1,1 @@
+"""Triton Inference Server: tensor contract, responses, launcher (no torch)."""

@@ -1,0 +1,1 @@
+"""Tokenizer, chat template, incremental detokenizer, stop strings (no torch)."""
