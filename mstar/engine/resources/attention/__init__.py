@@ -1,1 +1,1 @@
-"""Attention over the paged key/value cache."""
+"""Causal attention over the paged cache."""

@@ -1,0 +1,48 @@
+"""The ``mstar`` command: one file a subcommand, registered here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mstar import __version__
+from mstar.cli import repository
+from mstar.cli.errors import MstarGroup
+from mstar.cli.generate import generate
+from mstar.cli.lazy import LazyGroup
+from mstar.cli.serve import CONTEXT_SETTINGS, serve
+
+
+class BenchGroup(LazyGroup):
+    targets = {"offline": "mstar.cli.bench.offline:offline", "serve": "mstar.cli.bench.serve:serve"}
+
+
+app = typer.Typer(cls=MstarGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bench = typer.Typer(cls=BenchGroup, no_args_is_help=True, help="Measure what the engine or a running server delivers.")
+
+
+@bench.callback()
+def measure() -> None:
+    """Measure what the engine or a running server delivers."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mstar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Language models behind NVIDIA Triton Inference Server, streaming token by token."""
+
+
+app.command("serve", context_settings=CONTEXT_SETTINGS)(serve)
+app.command("generate")(generate)
+app.add_typer(bench, name="bench")
+app.add_typer(repository.app, name="repository")

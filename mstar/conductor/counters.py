@@ -1,0 +1,22 @@
+"""Totals that a conductor counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from mstar.conductor.request import FinishReason
+
+
+@dataclass
+class Counters:
+    """Totals since the start.  ``overshoot_tokens`` were made after the text's end, before the front end said so."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    overshoot_tokens: int = 0
+    row_faults: int = 0
+    failed: int = 0
+    refused_admissions: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)

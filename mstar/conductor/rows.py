@@ -1,0 +1,74 @@
+"""State of running requests as arrays over the engine's master rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mstar.conductor.queue import Waiting
+from mstar.engine.inputs import RequestInfo
+
+IDLE = -1  # the state of a row without a request
+
+
+class RowTable:
+    """One entry per master row [capacity]; filled when a request joins, cleared when it leaves.
+
+    ``state``: where the request stands in its walks.  ``iteration``: rounds of the loop it is in.  ``limit``: most
+    tokens it may generate.  ``is_held``: sits out steps until another request leaves.  ``last_step``: number of the
+    step that ran it last, -1 before its first.  ``stop_ids`` [capacity, most per request], padded with -1.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.request_id = np.full(capacity, -1, np.int64)
+        self.client = np.zeros(capacity, np.int64)
+        self.ticket = np.zeros(capacity, np.int64)
+        self.state = np.full(capacity, IDLE, np.int64)
+        self.iteration = np.zeros(capacity, np.int64)
+        self.prompt_tokens = np.zeros(capacity, np.int64)
+        self.generated = np.zeros(capacity, np.int64)
+        self.limit = np.zeros(capacity, np.int64)
+        self.ignore_eos = np.zeros(capacity, bool)
+        self.is_held = np.zeros(capacity, bool)
+        self.last_step = np.full(capacity, -1, np.int64)
+        self.stop_ids = np.full((capacity, 0), -1, np.int64)
+        self.infos: list[RequestInfo | None] = [None] * capacity
+        self.row_of: dict[int, int] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self.row_of)
+
+    def join(self, waiting: Waiting, info: RequestInfo, state: int) -> None:
+        """Writes a request into the row the engine gave it."""
+        row, request = info.row, waiting.request
+        self.request_id[row] = waiting.request_id
+        self.client[row] = waiting.client
+        self.ticket[row] = waiting.ticket
+        self.state[row] = state
+        self.iteration[row] = 0
+        self.prompt_tokens[row] = request.num_prompt_tokens
+        self.generated[row] = 0
+        self.limit[row] = waiting.limit
+        self.ignore_eos[row] = request.ignore_eos
+        self.is_held[row] = False
+        self.last_step[row] = -1
+        self._write_stop_ids(row, request.stop_ids)
+        self.infos[row] = info
+        self.row_of[waiting.request_id] = row
+
+    def leave(self, row: int) -> None:
+        """Clears a row.  Held rows may try again: something was freed."""
+        del self.row_of[int(self.request_id[row])]
+        self.request_id[row] = -1
+        self.state[row] = IDLE
+        self.infos[row] = None
+        self.is_held[:] = False
+        if not self.row_of:
+            self.stop_ids = self.stop_ids[:, :0]  # most traffic has none: the check costs nothing then
+
+    def _write_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(stop_ids)] = stop_ids

@@ -1,0 +1,35 @@
+"""When a row is done: one check over all rows of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from mstar.conductor.request import FinishReason
+from mstar.conductor.rows import RowTable
+
+
+class StopCheck:
+    """End-of-sequence ids as a mask over the vocabulary, stop ids and budgets from the row table."""
+
+    def __init__(self, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._is_eos = np.zeros(vocab_size, bool)
+        self._is_eos[[token_id for token_id in eos_ids if 0 <= token_id < vocab_size]] = True
+
+    def check(self, table: RowTable, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """How each row stands after its token was counted.
+
+        Args:
+            rows: int64 [n] master rows, whose ``generated`` includes the token.
+            tokens: int64 [n].
+
+        Returns:
+            uint8 [n]: ``STOP`` for an end-of-sequence or stop id, ``LENGTH`` for the last token of the budget.
+        """
+        stops = self._is_eos[tokens] & ~table.ignore_eos[rows]
+        if table.stop_ids.shape[1]:
+            stops |= (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
+        finish = np.where(table.generated[rows] >= table.limit[rows], FinishReason.LENGTH, FinishReason.RUNNING)
+        finish[stops] = FinishReason.STOP
+        return finish.astype(np.uint8)

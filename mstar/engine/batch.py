@@ -1,0 +1,47 @@
+"""What one step is asked for, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mstar.engine.inputs import RequestInfo
+from mstar.engine.resources.step import AdmitOutcome, BucketKey
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Rows of one (node, walk), in the order the forward sees them.
+
+    While its membership is unchanged, hand the engine the same object again: the step's preparation is reused.
+    """
+
+    node: str
+    graph_walk: str
+    infos: Sequence[RequestInfo]
+    request_ids: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "infos", tuple(self.infos))
+        object.__setattr__(self, "request_ids", tuple(info.request_id for info in self.infos))
+
+
+@dataclass
+class StepResult:
+    """Outcome of one step.
+
+    ``host[name][i]`` belongs to ``request_ids[i]``: the forward's ``check_stop_buffers`` and ``row_outputs`` on the
+    host, [rows, ...].  A step without effect has no ``request_ids``: either ``refused`` says what
+    ``failed_resource`` answered, or ``errors`` names the rows that failed.  Rows whose inputs failed are in
+    ``errors`` while the others ran; rows that were skipped are in neither.
+    """
+
+    request_ids: tuple[int, ...] = ()
+    host: dict[str, np.ndarray] = field(default_factory=dict)
+    refused: AdmitOutcome | None = None
+    failed_resource: str | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+    captured: bool = False
+    bucket: BucketKey | None = None

@@ -1,0 +1,68 @@
+"""What a model declares about attention.  No kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from mstar.engine.resources.spec import NodeResourceSpec
+from mstar.engine.resources.step import ResourceStep
+from mstar.utils.errors import shorten
+
+if TYPE_CHECKING:
+    from mstar.engine.resources.base import Resource
+
+
+class AttentionBackend(StrEnum):
+    """SDPA: torch's scaled-dot-product attention over gathered pages, on any device."""
+
+    SDPA = "SDPA"
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """``kv_cache`` is the key of the paged cache; ``sliding_window`` counts tokens, the token itself included.
+
+    Raises:
+        ValueError: an unknown backend, or a window that is no integer >= 1.
+    """
+
+    kv_cache: str = "kv_cache"
+    backend: AttentionBackend | str = AttentionBackend.SDPA
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in list(AttentionBackend):
+            known = ", ".join(AttentionBackend)
+            raise ValueError(f"attention backend must be one of {known}, got {shorten(self.backend)}")
+        object.__setattr__(self, "backend", AttentionBackend(self.backend))
+        window = self.sliding_window
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise ValueError(f"sliding_window must be an integer >= 1, got {shorten(window)}")
+
+
+@dataclass(frozen=True)
+class AttentionSpec(NodeResourceSpec):
+    """Attention of the named nodes over one paged cache."""
+
+    config: AttentionConfig = AttentionConfig()
+
+    def depends_on(self) -> tuple[str, ...]:
+        return (self.config.kv_cache,)
+
+    @property
+    def resource_class(self) -> type[Resource]:
+        from mstar.engine.resources.attention.manager import AttentionManager
+
+        return AttentionManager
+
+    def apply_yaml_overrides(self, **overrides: Any) -> AttentionSpec:
+        return replace(self, config=replace(self.config, **overrides))
+
+
+@dataclass(frozen=True)
+class AttentionStep(ResourceStep):
+    """``causal`` False lets each new token see every token of its row."""
+
+    causal: bool = True

@@ -1,0 +1,96 @@
+"""Rotary position embedding (Su et al., 2021) and the scaling rules of its frequencies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mstar.utils.errors import shorten
+
+
+def inverse_frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> torch.Tensor:
+    """Angle per position of each rotated pair, fp32 [rotary_dim / 2]: ``theta ** (-2 i / rotary_dim)``, scaled.
+
+    Args:
+        scaling: None, or a mapping with ``rope_type`` (or ``type``) and that type's numbers.
+
+    Raises:
+        ValueError: an unknown type, or a number that its type needs is missing; names it.
+    """
+    plain = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim))
+    scaling = scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    rule = _RULES.get(kind)
+    if rule is None:
+        raise ValueError(f"rope_type must be one of {', '.join(_RULES)}, got {shorten(kind)}")
+    return rule(plain, scaling)
+
+
+def cos_sin(positions: torch.Tensor, frequencies: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables that :func:`rotate` takes, fp32 [n, 1, rotary_dim] each.
+
+    ``positions`` int64 [n]; ``frequencies`` fp32 [rotary_dim / 2].  The sine carries the sign of its dim.
+    """
+    angle = positions.float()[:, None] * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    if interleave:
+        return cos.repeat_interleave(2, -1)[:, None], torch.stack((-sin, sin), -1).flatten(-2)[:, None]
+    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
+    """Rotates the leading ``rotary_dim`` dims of each head.
+
+    Args:
+        x: [n, heads, head_dim]; cos, sin: [n, 1, rotary_dim] from :func:`cos_sin`, dtype of ``x``.
+
+    Returns:
+        A new tensor like ``x``.
+    """
+    rotary_dim = cos.shape[-1]
+    head = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
+    if interleave:
+        swapped = head.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        swapped = head.roll(rotary_dim // 2, -1)
+    rotated = torch.addcmul(head * cos, swapped, sin)
+    return rotated if head is x else torch.cat((rotated, x[..., rotary_dim:]), -1)
+
+
+def _default(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    return plain
+
+
+def _linear(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    return plain / _number(scaling, "factor")
+
+
+def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between blended."""
+    factor, low, high, trained = (
+        _number(scaling, key)
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    wavelength = 2 * math.pi / plain
+    stretched = torch.where(wavelength > trained / low, plain / factor, plain)
+    smooth = (trained / wavelength - low) / (high - low)
+    blended = (1 - smooth) * stretched / factor + smooth * stretched
+    is_between = ~(wavelength < trained / high) & ~(wavelength > trained / low)
+    return torch.where(is_between, blended, stretched)
+
+
+def _number(scaling: Mapping[str, Any], key: str) -> float:
+    value = scaling.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"rope scaling needs {key}, a finite number > 0, got {shorten(value)}")
+    return value
+
+
+_RULES: dict[Any, Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+}

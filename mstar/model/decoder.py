@@ -1,0 +1,49 @@
+"""The decoder stack shared by the text families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mstar.kernels.linear import PackedLinear
+from mstar.model.layers.attention import Attention
+from mstar.model.layers.mlp import GatedMLP
+from mstar.model.layers.norm import RMSNorm
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual in place."""
+
+    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
+        super().__init__()
+        self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
+
+    def forward(self, x: torch.Tensor, attn: Any, rope: Any, only_last: bool) -> torch.Tensor:
+        """``x`` [n, hidden] is overwritten.  ``only_last`` keeps each row's last token once all have attended."""
+        heads = self.attention(self.attention_norm(x), attn, rope)
+        if only_last:
+            x, heads = attn.last_rows(x), attn.last_rows(heads)
+        x.add_(self.attention.out(heads))
+        return x.add_(self.mlp(self.mlp_norm(x)))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm and head: from token ids to the logits of each row's last token."""
+
+    def __init__(self, embedding: nn.Module, layers: list[DecoderLayer], norm: RMSNorm, head: PackedLinear) -> None:
+        super().__init__()
+        self.embedding, self.layers, self.norm, self.head = embedding, nn.ModuleList(layers), norm, head
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def forward(self, input_ids: torch.Tensor, attn: Any, rope: Any) -> torch.Tensor:
+        """Logits [rows, vocabulary] of ``input_ids`` int64 [tokens], rows packed one behind the other."""
+        x = self.embedding(input_ids)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            x = layer(x, attn, rope, only_last=index == last)
+        return self.head(self.norm(x))

@@ -1,0 +1,21 @@
+"""The gated feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mstar.kernels.linear import PackedLinear
+
+
+class GatedMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` with gate and up in one projection (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))

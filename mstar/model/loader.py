@@ -1,0 +1,83 @@
+"""Builds a decoder from a checkpoint's weights."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from mstar.kernels.linear import PackedLinear
+from mstar.model.config import ModelConfig
+from mstar.model.decoder import Decoder, DecoderLayer
+from mstar.model.layers.attention import Attention
+from mstar.model.layers.embedding import Embedding, TiedEmbedding
+from mstar.model.layers.mlp import GatedMLP
+from mstar.model.layers.norm import HeadNorm, RMSNorm
+from mstar.model.weights import WeightReader
+
+logger = logging.getLogger(__name__)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load_decoder(config: ModelConfig, weights: WeightReader) -> Decoder:
+    """Reads every weight once, straight into the fused projections.
+
+    Raises:
+        LoadError: a tensor is missing, of another shape, cut short, or unknown; names the file and the tensor.
+    """
+    embedding, head = _load_ends(config, weights)
+    layers = [_load_layer(config, weights, index) for index in range(config.num_layers)]
+    norm = RMSNorm(weights.read("model.norm.weight", config.hidden_size), config.rms_norm_eps)
+    weights.finish()
+    return Decoder(embedding, layers, norm, head)
+
+
+def _load_ends(config: ModelConfig, weights: WeightReader) -> tuple[nn.Module, PackedLinear]:
+    """Embedding and head.  A stored head that differs from the embedding wins over the tie, as in transformers."""
+    shape = (config.vocab_size, config.hidden_size)
+    table = weights.read(EMBEDDING, *shape)
+    if config.tie_word_embeddings and HEAD not in weights:
+        head = PackedLinear(table)
+        return TiedEmbedding(head), head
+    stored = weights.read(HEAD, *shape)
+    if config.tie_word_embeddings and not torch.equal(stored, table):
+        logger.warning("tie_word_embeddings is true but %s differs from the embedding: the stored head is used", HEAD)
+    return Embedding(table), PackedLinear(stored)
+
+
+def _load_layer(config: ModelConfig, weights: WeightReader, index: int) -> DecoderLayer:
+    prefix = f"model.layers.{index}."
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def norm(name: str, size: int) -> RMSNorm:
+        return RMSNorm(weights.read(f"{prefix}{name}.weight", size), config.rms_norm_eps)
+
+    def linear(names: dict[str, int], width: int, has_bias: bool) -> PackedLinear:
+        weight = weights.read_stacked([(f"{prefix}{name}.weight", (rows, width)) for name, rows in names.items()])
+        bias = None
+        if has_bias:
+            bias = weights.read_stacked([(f"{prefix}{name}.bias", (rows,)) for name, rows in names.items()])
+        return PackedLinear(weight, bias)
+
+    heads = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
+    attention = Attention(
+        qkv=linear(heads, hidden, config.qkv_bias),
+        out=linear({"self_attn.o_proj": hidden}, q_rows, config.o_bias),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        qk_norm=_head_norm(config, weights, prefix) if config.qk_norm else None,
+    )
+    mlp = GatedMLP(
+        gate_up=linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias),
+        down=linear({"mlp.down_proj": hidden}, inner, config.mlp_bias),
+    )
+    return DecoderLayer(norm("input_layernorm", hidden), attention, norm("post_attention_layernorm", hidden), mlp)
+
+
+def _head_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> HeadNorm:
+    """One weight row per query and key head, from the row that all query (key) heads share."""
+    q, k = (weights.read(f"{prefix}self_attn.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm"))
+    return HeadNorm(torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1))), config.rms_norm_eps)

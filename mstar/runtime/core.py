@@ -1,0 +1,123 @@
+"""A model, its engine and its conductor in this process."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from mstar.conductor.conductor import Conductor
+from mstar.conductor.queue import Limits
+from mstar.conductor.report import StepReport
+from mstar.conductor.request import EngineRequest
+from mstar.engine.engine import Engine
+from mstar.model.options import ModelLoadOptions
+from mstar.model.registry import EngineModel, load_model
+from mstar.runtime.messages import Welcome
+from mstar.runtime.options import EngineOptions
+from mstar.utils.errors import LoadError
+
+log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Loads a model and runs requests through it, a step at a time.  One thread uses it.
+
+    Raises:
+        LoadError: the model cannot be loaded; names the option, file or tensor.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        started = time.monotonic()
+        self.options = options
+        if options.num_threads:
+            torch.set_num_threads(options.num_threads)
+        device = _device(options.device)
+        self.model: EngineModel = load_model(
+            options.model,
+            device=device,
+            dtype=_dtype(options.dtype),
+            options=ModelLoadOptions(
+                max_seq_len=options.max_seq_len,
+                kv_memory_bytes=options.kv_memory_bytes,
+                kv_dtype=_dtype(options.kv_dtype),
+                page_size=options.page_size,
+                max_running_requests=options.max_running_requests,
+                max_batch_tokens=options.max_batch_tokens,
+                capture_batch_sizes=options.capture_batch_sizes,
+            ),
+        )
+        self.engine = Engine(
+            self.model.submodules,
+            self.model.resource_specs,
+            device=device,
+            dtype=self.model.dtype,
+            kv_dtype=self.model.kv_dtype,
+            capacity=options.max_running_requests,
+        )
+        self.engine.warm_up()
+        self.conductor = Conductor(
+            self.engine,
+            self.model,
+            Limits(
+                max_running_requests=options.max_running_requests,
+                max_queued_requests=options.max_queued_requests,
+                max_queued_tokens=options.max_queued_tokens,
+                max_batch_tokens=options.max_batch_tokens,
+                max_seq_len=self.model.max_seq_len,
+                vocab_size=self.model.vocab_size,
+            ),
+        )
+        self.info = Welcome(
+            model=self.model.name,
+            vocab_size=self.model.vocab_size,
+            max_seq_len=self.model.max_seq_len,
+            max_running_requests=options.max_running_requests,
+            max_queued_requests=options.max_queued_requests,
+            max_queued_tokens=options.max_queued_tokens,
+            num_parameters=self.model.num_parameters,
+            weight_bytes=self.model.weight_bytes,
+            device=str(device),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            load_seconds=time.monotonic() - started,
+        )
+        log.info("loaded %s", self.info)
+
+    def submit(self, request: EngineRequest, client: int = 0, ticket: int = -1) -> int:
+        """See :meth:`Conductor.submit`."""
+        return self.conductor.submit(request, client, ticket)
+
+    def cancel(self, request_id: int) -> None:
+        """See :meth:`Conductor.cancel`."""
+        self.conductor.cancel(request_id)
+
+    def finish(self, request_id: int, kept_tokens: int) -> None:
+        """See :meth:`Conductor.finish`."""
+        self.conductor.finish(request_id, kept_tokens)
+
+    def has_work(self) -> bool:
+        """Whether :meth:`step` would do or report anything."""
+        return self.conductor.has_work()
+
+    def step(self) -> StepReport:
+        """See :meth:`Conductor.step`."""
+        return self.conductor.step()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise LoadError(f"option device: auto, cpu or cuda:N, got {name!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LoadError(f"option device: {name} asked for, but torch finds no GPU")
+    if device.type not in ("cpu", "cuda"):
+        raise LoadError(f"option device: auto, cpu or cuda:N, got {name!r}")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return None if name == "auto" else getattr(torch, name)

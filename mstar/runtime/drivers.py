@@ -1,0 +1,101 @@
+"""Two places for an engine of one's own, behind one interface: this process, or a child."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+from typing import Protocol
+
+import numpy as np
+
+from mstar.conductor.report import Failure, StepReport
+from mstar.conductor.request import EngineRequest
+from mstar.runtime.client import EngineClient
+from mstar.runtime.messages import Welcome
+from mstar.runtime.options import EngineOptions, FrontOptions
+from mstar.utils.errors import EngineFault, ErrorCode
+
+
+class Driver(Protocol):
+    """Runs requests.  One thread uses it."""
+
+    @property
+    def info(self) -> Welcome: ...
+
+    def submit(self, request: EngineRequest) -> int:
+        """Accepts a request; returns the ticket that reports name it by.  Raises as the conductor does."""
+
+    def cancel(self, ticket: int) -> None: ...
+
+    def finish(self, ticket: int, kept_tokens: int) -> None: ...
+
+    def poll(self) -> StepReport:
+        """What happened next; waits for it.  Call it only while a request is open.
+
+        Raises:
+            EngineFault: the engine is gone.
+        """
+
+    def close(self) -> None: ...
+
+
+class InProcess:
+    """An engine in this process: :meth:`poll` runs a step."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        from mstar.runtime.core import EngineCore  # here, because a child's parent needs no torch
+
+        self.core = EngineCore(options)
+        self.info = self.core.info
+        self.submit = self.core.submit
+        self.cancel = self.core.cancel
+        self.finish = self.core.finish
+        self.poll = self.core.step
+
+    def close(self) -> None:
+        """Frees the engine with this object."""
+
+
+class InChild:
+    """An engine in a child process, which ends with this one."""
+
+    def __init__(self, name: str, options: EngineOptions, front_options: FrontOptions) -> None:
+        self._tickets = itertools.count()
+        self._events: queue.SimpleQueue[StepReport | EngineFault] = queue.SimpleQueue()
+        self.client = EngineClient(os.getpid(), name, options, load_timeout_s=front_options.load_timeout_s)
+        self.client.start(self)
+        self.info = self.client.info
+
+    def submit(self, request: EngineRequest) -> int:
+        ticket = next(self._tickets)
+        self.client.submit(ticket, request)
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        self.client.cancel(ticket)
+
+    def finish(self, ticket: int, kept_tokens: int) -> None:
+        self.client.finish(ticket, kept_tokens)
+
+    def poll(self) -> StepReport:
+        event = self._events.get()
+        if isinstance(event, EngineFault):
+            self._events.put(event)  # whoever asks again learns it too
+            raise event
+        return event
+
+    def close(self) -> None:
+        self.client.close(wait_s=10.0)
+
+    # The client's receive thread.
+    def on_tokens(self, tickets: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> None:
+        self._events.put(StepReport(tickets, np.zeros_like(tickets), tickets, tokens, finish, num_stepped=tickets.size))
+
+    def on_failed(self, ticket: int, code: ErrorCode, message: str) -> None:
+        nothing = np.empty(0, np.int64)
+        failures = [Failure(ticket, 0, ticket, code, message)]
+        self._events.put(StepReport(nothing, nothing, nothing, nothing, nothing, failures))
+
+    def on_engine_lost(self, message: str) -> None:
+        self._events.put(EngineFault(message))

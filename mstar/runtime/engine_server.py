@@ -1,0 +1,235 @@
+"""The engine's loop: messages in, steps, messages out, and when to leave."""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+
+import numpy as np
+import zmq
+
+from mstar.conductor.request import FinishReason
+from mstar.runtime import messages
+from mstar.runtime.board import Board, EngineState, Slot
+from mstar.runtime.core import EngineCore
+from mstar.runtime.fronts import Front, Fronts
+from mstar.runtime.messages import Beat, Bye, Cancel, Failed, Finish, Hello, StepTokens, Submit
+from mstar.runtime.presence import EngineFolder
+from mstar.runtime.processes import ExitWatch
+from mstar.runtime.watchdog import Watchdog
+from mstar.utils.errors import ErrorCode, MstarError, Unavailable
+
+log = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 0.05  # between two looks at the processes around
+PRESENCE_INTERVAL_S = 1.0  # between two looks into the folder
+IDLE_WAIT_MS = 50
+LEAVE_AFTER_S = 1.0  # without front ends
+FIRST_FRONT_S = 60.0  # from the start to the first one
+MESSAGES_PER_STEP = 512  # so that a flood of them does not stop the rows that run
+
+
+class EngineServer:
+    """Runs one core for the front ends of one server.  Single threaded but for the watchdog.
+
+    Args:
+        socket: a ROUTER, bound before the model was loaded; what came meanwhile waits in it.
+        server: the process that the engine must not outlive.
+    """
+
+    def __init__(
+        self, core: EngineCore, folder: EngineFolder, socket: zmq.Socket[bytes], server: ExitWatch, board: Board
+    ) -> None:
+        self._core = core
+        self._folder = folder
+        self._socket = socket
+        self._server = server
+        self._board = board
+        self._fronts = Fronts(folder)
+        self._watchdog = Watchdog(board, core.options.step_timeout_s)
+        self._next_look = self._next_presence = 0.0
+        self._alone_since = time.monotonic() + FIRST_FRONT_S - LEAVE_AFTER_S
+        self._drain_until: float | None = None
+
+    def drain(self, timeout_s: float) -> None:
+        """Takes no more requests; :meth:`run` returns when the accepted ones have ended, or after ``timeout_s``."""
+        if self._drain_until is None:
+            log.warning("draining: %d requests run, %d wait", *self._load())
+            self._drain_until = time.monotonic() + timeout_s
+            self._core.conductor.drain()
+            self._board[Slot.STATE] = EngineState.DRAINING
+
+    def run(self) -> None:
+        """Serves until no front end is left, the server is gone, or it has drained."""
+        self._watchdog.start()
+        self._board[Slot.STATE] = EngineState.READY
+        try:
+            while not self._is_over():
+                self._receive(0 if self._core.has_work() else IDLE_WAIT_MS)
+                if self._core.has_work():
+                    self._step()
+                self._publish_counters()
+        finally:
+            self._board[Slot.STATE] = EngineState.EXITED
+            self._watchdog.stop()
+
+    def _step(self) -> None:
+        self._watchdog.step_begins()
+        report = self._core.step()
+        self._watchdog.step_ends()
+        if report.request_ids.size:
+            self._send_rows(report.clients, report.tickets, report.tokens, report.finish)
+        for failure in report.failures:
+            self._send_failure(failure.client, failure.ticket, failure.code, failure.message)
+        if report.num_stepped == 0 and not report.failures and not report.request_ids.size:
+            time.sleep(0.001)  # every row is held back: the cores are for those who will free something
+
+    # Messages out.
+
+    def _send_rows(self, clients: np.ndarray, tickets: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> None:
+        numbers = np.unique(clients)
+        for number in numbers.tolist():
+            front = self._fronts.by_number(number)
+            if front is None:
+                continue
+            mine = slice(None) if numbers.size == 1 else clients == number
+            ended = finish[mine] != FinishReason.RUNNING
+            for ticket in tickets[mine][ended].tolist():
+                front.tickets.pop(ticket, None)
+            self._send(front, StepTokens(tickets[mine].tobytes(), tokens[mine].tobytes(), finish[mine].tobytes()))
+
+    def _send_failure(self, number: int, ticket: int, code: ErrorCode, message: str) -> None:
+        front = self._fronts.by_number(number)
+        if front is not None:
+            front.tickets.pop(ticket, None)
+            self._send(front, Failed(ticket, code.value, message))
+
+    def _send(self, front: Front, message: messages.FromEngine) -> None:
+        try:
+            self._socket.send_multipart([front.address, messages.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it vanished: the next look at its process drops it
+            log.warning("front end %s cannot be reached: %s", front.name, error)
+
+    # Messages in.
+
+    def _receive(self, wait_ms: int) -> None:
+        if wait_ms and not self._socket.poll(wait_ms):
+            return
+        for _ in range(MESSAGES_PER_STEP):
+            try:
+                address, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(address, messages.decode_to_engine(frame))
+            except Exception:
+                log.exception("a message from %r could not be handled", address)
+
+    def _handle(self, address: bytes, message: messages.ToEngine) -> None:
+        name = address[:-2].decode()
+        front = self._fronts.by_name(name)
+        match message:
+            case Hello():
+                front = front or self._fronts.add(message, address)
+                log.info("front end %s (pid %d) is there", name, message.pid)
+                self._send(front, self._core.info)
+            case Submit() if front is not None:
+                self._submit(front, message)
+            case Cancel() if front is not None:
+                if (request_id := front.tickets.get(message.ticket)) is not None:
+                    self._core.cancel(request_id)
+            case Finish() if front is not None:
+                if (request_id := front.tickets.pop(message.ticket, None)) is not None:
+                    self._core.finish(request_id, message.kept_tokens)
+            case Beat() if front is not None:
+                self._fronts.beat(front)
+            case Bye() if front is not None:
+                self._drop(front, "signed off")
+
+    def _submit(self, front: Front, message: Submit) -> None:
+        try:
+            request_id = self._core.submit(message.request, front.number, message.ticket)
+        except MstarError as error:
+            self._send(front, Failed(message.ticket, error.code.value, str(error)))
+        else:
+            front.tickets[message.ticket] = request_id
+
+    # Who is around.
+
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_INTERVAL_S
+        if self._server.has_ended():
+            log.warning("the server (pid %d) is gone", self._server.pid)
+            return True
+        self._drop_dead(now)
+        if self._drain_until is not None and (now > self._drain_until or not self._core.has_work()):
+            self._end_rest()
+            return True
+        if len(self._fronts):
+            self._alone_since = now
+        return now - self._alone_since > LEAVE_AFTER_S and self._sign_off()
+
+    def _drop_dead(self, now: float) -> None:
+        dead = {front.watch.fd: front for front in self._fronts if front.watch.fd is not None}
+        if dead:
+            poll = select.poll()
+            for fd in dead:
+                poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll(0):
+                self._drop(dead[fd], "died")
+        if now >= self._next_presence:
+            self._next_presence = now + PRESENCE_INTERVAL_S
+            for front in self._fronts.gone():
+                self._drop(front, "is gone")
+            for front in self._fronts.newly_hung():
+                log.warning("front end %s sends no beat: its requests are dropped", front.name)
+                self._cancel_all(front)
+
+    def _drop(self, front: Front, why: str) -> None:
+        log.info("front end %s %s, %d open requests are dropped", front.name, why, len(front.tickets))
+        self._cancel_all(front)
+        self._fronts.remove(front)
+
+    def _cancel_all(self, front: Front) -> None:
+        for request_id in list(front.tickets.values()):
+            self._core.cancel(request_id)
+
+    def _sign_off(self) -> bool:
+        """Leaves unless somebody arrives: a front end signs on under the same lock."""
+        with self._folder.locked():
+            record = self._folder.engine()
+            if self._folder.has_living_fronts() or record is None:
+                return False
+            self._folder.write_engine(record.signed_off())
+        log.info("no front end is left")
+        return True
+
+    def _end_rest(self) -> None:
+        self._core.conductor.fail_all(Unavailable("the engine is shutting down"))
+        for failure in self._core.step().failures:
+            self._send_failure(failure.client, failure.ticket, failure.code, failure.message)
+
+    def _load(self) -> tuple[int, int]:
+        return self._core.conductor.num_running, self._core.conductor.num_queued
+
+    def _publish_counters(self) -> None:
+        conductor, board = self._core.conductor, self._board
+        counters = conductor.counters
+        board[Slot.RUNNING], board[Slot.QUEUED] = self._load()
+        board[Slot.QUEUED_TOKENS] = conductor.num_queued_tokens
+        board[Slot.STEPS] = self._core.engine.steps.total()
+        board[Slot.KV_PAGES_USED] = conductor.pools.num_pages_used
+        board[Slot.KV_PAGES_TOTAL] = conductor.pools.num_pages
+        board[Slot.PROMPT_TOKENS] = counters.prompt_tokens
+        board[Slot.GENERATED_TOKENS] = counters.generated_tokens
+        board[Slot.OVERSHOOT_TOKENS] = counters.overshoot_tokens
+        board[Slot.ROW_FAULTS] = counters.row_faults
+        board[Slot.FINISHED_STOP] = counters.finished[FinishReason.STOP]
+        board[Slot.FINISHED_LENGTH] = counters.finished[FinishReason.LENGTH]
+        board[Slot.FINISHED_CANCELLED] = counters.finished[FinishReason.CANCELLED]
+        board[Slot.FAILED] = counters.failed
+        board[Slot.REFUSED] = counters.refused.total()

@@ -1,0 +1,65 @@
+"""The ``TritonPythonModel`` of every repository entry: Triton's hooks over a front end and an engine client."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from mstar.model.front import open_front
+from mstar.runtime.client import EngineClient
+from mstar.runtime.options import parse_options
+from mstar.serving.frontend import Frontend
+from mstar.serving.intake import Intake
+from mstar.serving.triton import TritonReply, answer_error, complete_config, read_request
+
+
+class TritonPythonModel:
+    """One instance: it reads requests, hands them to the engine process, and answers as tokens come."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """The contract's tensors, which config.pbtxt has too: a model loads with and without this hook."""
+        return complete_config(auto_complete_model_config)
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Wait for the engine to be ready; what is raised here is the load error an operator sees."""
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        parameters = json.loads(args["model_config"]).get("parameters", {})
+        engine_options, options = parse_options({key: value["string_value"] for key, value in parameters.items()})
+        front = open_front(engine_options.model)
+        self._client = EngineClient(
+            os.getppid(), options.engine or args["model_name"], engine_options, load_timeout_s=options.load_timeout_s
+        )
+        self._frontend = Frontend(
+            self._client, num_senders=options.response_threads, drain_timeout_s=options.drain_timeout_s
+        )
+        try:
+            self._client.start(self._frontend)
+        except BaseException:
+            self._frontend.close()
+            self._client.close()
+            raise
+        self._intake = Intake(front, options, self._frontend, self._client.info.max_seq_len)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in. Never raises (one raise would close every sender of the call) nor waits for a token."""
+        for request in requests:
+            reply = TritonReply(request)
+            try:
+                self._frontend.check_accepting()
+                self._intake.take(read_request(request), reply)
+            except Exception as error:
+                answer_error(reply, error)
+
+    def is_ready(self) -> bool:
+        """For servers that ask (newer than 2.51): false once the engine is gone."""
+        return self._frontend.is_ready
+
+    def finalize(self) -> None:
+        """Drain, end what is left, and leave no thread behind: a server loads and unloads models repeatedly."""
+        self._frontend.drain()
+        self._frontend.close()
+        self._client.close()

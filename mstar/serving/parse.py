@@ -1,0 +1,140 @@
+"""From a request's tensors and parameters to one set of values: what was asked, not yet whether it is allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mstar.runtime.params import SamplingParams, coerce_parameters, split_parameters
+from mstar.serving import contract
+from mstar.utils.errors import InvalidArgument
+
+# Keys that Triton's own front ends leave among a request's parameters.
+SERVER_KEYS = frozenset({"id", "priority", "timeout", "headers", "binary_data_output"})
+# Headers a server forwards (--http-header-forward-pattern) that have no dash to be told by.
+HEADER_KEYS = frozenset({"accept", "authorization", "baggage", "cookie", "host", "traceparent", "tracestate"})
+
+PROMPT_NAMES = frozenset(prompt.name for prompt in contract.PROMPTS)
+
+
+@dataclass(frozen=True)
+class RawRequest:
+    """A request as it reached the model: tensors copied out of shared memory, parameters as Triton's JSON text."""
+
+    tensors: Mapping[str, np.ndarray]
+    parameters: str = "{}"
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """One request's values; at most one of the prompts is meant to be there: ``prepare_request`` checks them."""
+
+    text: Any
+    input_ids: Any
+    messages: Any
+    params: SamplingParams
+    stream: bool
+    return_token_ids: bool
+    include_prompt: bool
+
+
+def parse(raw: RawRequest) -> ParsedRequest:
+    """Merge the three sources (typed tensor, then ``sampling_parameters``, then request parameter) and read them.
+
+    Raises InvalidArgument, by the field's name, for a value that is not of the field's form or an unknown name.
+    """
+    values = _merge(raw)
+    text, input_ids, messages = (values.pop(prompt.name, None) for prompt in contract.PROMPTS)
+    params, response = split_parameters(values)
+    include_prompt = response.exclude_input_in_output is False
+    if response.stream and include_prompt:
+        raise InvalidArgument("exclude_input_in_output", "true or absent when stream is true", False)
+    return ParsedRequest(text, input_ids, messages, params, response.stream, response.return_token_ids, include_prompt)
+
+
+def _merge(raw: RawRequest) -> dict[str, Any]:
+    """Checked values by canonical name, each from the source that goes first; prompts as they came."""
+    tensors = {name: tensor_value(name, array) for name, array in raw.tensors.items()}
+    parameters = _request_parameters(raw.parameters)
+    name = contract.SAMPLING_PARAMETERS.name
+    text, other = tensors.pop(name, None), parameters.pop(name, None)
+    text = other if text is None else text
+    options = {} if text is None else _options(name, text)
+    merged: dict[str, Any] = {}
+    for source in (parameters, options, tensors):
+        for prompt in contract.PROMPTS:
+            if source.get(prompt.name) is not None:
+                merged[prompt.name] = source[prompt.name]
+        merged |= coerce_parameters({key: value for key, value in source.items() if key not in PROMPT_NAMES})
+    return merged
+
+
+def tensor_value(name: str, array: np.ndarray) -> Any:
+    """The Python value of an input tensor: a scalar for dims [1], a list for strings, an array for ids.
+
+    Raises InvalidArgument for another dtype, another number of elements, or bytes that are not UTF-8.
+    """
+    tensor = contract.INPUT_BY_NAME.get(name)
+    if tensor is None:
+        raise InvalidArgument(name, "an input of this model", name)
+    if array.dtype != tensor.numpy_type:
+        raise InvalidArgument(name, f"dtype {tensor.dtype}", str(array.dtype))
+    shape = list(array.shape)
+    if tensor.is_list:
+        if array.ndim != 1:
+            raise InvalidArgument(name, "shape [n]", shape)
+        return [decode_text(name, item) for item in array] if tensor.dtype == "STRING" else array
+    if array.size != 1:
+        raise InvalidArgument(name, "one element, shape [1]", f"shape {shape}")
+    item = array.reshape(-1)[0]
+    return decode_text(name, item) if tensor.dtype == "STRING" else item.item()
+
+
+def decode_text(name: str, value: Any) -> str:
+    """A STRING element as text; nothing is replaced silently."""
+    if isinstance(value, str):
+        return value
+    try:
+        return bytes(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(name, "valid UTF-8", value) from error
+
+
+def _request_parameters(text: str) -> dict[str, Any]:
+    """A request's own parameters, without what the server and its front ends put among them."""
+    values = json.loads(text or "{}")
+    return {key: value for key, value in values.items() if not _is_servers(key)}
+
+
+def _is_servers(key: str) -> bool:
+    if key in SERVER_KEYS or key.startswith("triton_") or key.lower() in HEADER_KEYS:
+        return True
+    # A dash marks a forwarded header, unless it is one of our names misspelt: that one must not be ignored.
+    return "-" in key and key.replace("-", "_") not in contract.INPUT_BY_NAME
+
+
+def _options(name: str, text: Any) -> dict[str, Any]:
+    """The object in ``sampling_parameters``. NaN and infinities pass here: their field refuses them by its name."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise InvalidArgument(name, "each key once", text)
+        return dict(pairs)
+
+    allowed = "a JSON object"
+    if not isinstance(text, str):
+        raise InvalidArgument(name, allowed, text)
+    try:
+        options = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:  # RecursionError: a megabyte of "["
+        raise InvalidArgument(name, allowed, text) from error
+    if not isinstance(options, dict):
+        raise InvalidArgument(name, allowed, text)
+    if name in options:
+        raise InvalidArgument(name, "not nested in itself", text)
+    return options

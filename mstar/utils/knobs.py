@@ -1,0 +1,151 @@
+"""Every environment variable of the project: one table, typed, refused when malformed.
+
+A function reads the environment at each call.  Unset or empty means the default.  What a captured graph
+depends on must be read once, when the graph's owner is built.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mstar.utils.errors import shorten
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One environment variable.  ``kind`` is "bool" ("0" or "1"), "int" (within ``low`` .. ``high``) or "str"."""
+
+    name: str
+    kind: str
+    default: bool | int | str | None
+    doc: str
+    low: int | None = None
+    high: int | None = None
+    choices: tuple[str, ...] = ()
+
+
+KNOBS: dict[str, Knob] = {
+    knob.name: knob
+    for knob in (
+        Knob("MSTAR_DEVICE_LOOPBACK", "bool", True, "keep each row's last sampled token on the device"),
+        Knob("MSTAR_INGRAPH_DECODE_ROPE", "bool", False, "build rotary tables inside a captured decode step"),
+        Knob("MSTAR_KV_CHAIN_LAZY_STEPS", "int", 16, "decode steps batched before prefix chains are extended", low=1),
+        Knob("MSTAR_KV_PINNED_INDPTRS", "bool", False, "send FlashInfer's index arrays through a page-locked ring"),
+        Knob("MSTAR_KV_PLAN_CACHE", "int", 0, "0 off, 1 incremental decode plan, 2 both, logging differences", 0, 2),
+        Knob("MSTAR_SAMPLER_INGRAPH_SCATTER", "bool", False, "gather and scatter sampler state inside the graph"),
+        Knob("MSTAR_SAMPLER_SLOTS", "int", 4096, "sampler master rows when the in-graph scatter is on", low=1),
+        Knob("MSTAR_GRAPH_COMPILE_MODE", "str", None, "overrides the compile mode of every graph config"),
+        Knob("MSTAR_REQUIRE_ACCELERATOR_GRAPHS", "bool", False, "a bucket that cannot be captured fails start-up"),
+        Knob("MSTAR_NUM_SLOTS", "int", 2, "slots of double-buffered nodes", low=1),
+        Knob("MSTAR_KV_DEBUG_ASSERTS", "bool", False, "check page conservation at every commit"),
+        Knob("MSTAR_PYTHON", "str", None, "interpreter that runs the engine process"),
+    )
+}
+
+
+def read_bool(name: str) -> bool:
+    """A "bool" knob's value.  ValueError names the variable and the value it held."""
+    text = os.environ.get(name, "")
+    if not text:
+        return bool(KNOBS[name].default)
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}={shorten(text)}: must be 0 or 1")
+    return text == "1"
+
+
+def read_int(name: str) -> int:
+    """An "int" knob's value.  ValueError names the variable and the value it held."""
+    knob = KNOBS[name]
+    text = os.environ.get(name, "")
+    if not text:
+        assert isinstance(knob.default, int)
+        return knob.default
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()):
+        raise ValueError(f"{name}={shorten(text)}: must be an integer")
+    value = int(text)
+    if (knob.low is not None and value < knob.low) or (knob.high is not None and value > knob.high):
+        allowed = f"{knob.low}..{knob.high}" if knob.high is not None else f">= {knob.low}"
+        raise ValueError(f"{name}={shorten(text)}: must be {allowed}")
+    return value
+
+
+def read_str(name: str) -> str | None:
+    """A "str" knob's value, or its default.  ValueError when the knob lists choices and this is none of them."""
+    knob = KNOBS[name]
+    text = os.environ.get(name, "")
+    if not text:
+        assert knob.default is None or isinstance(knob.default, str)
+        return knob.default
+    if knob.choices and text not in knob.choices:
+        raise ValueError(f"{name}={shorten(text)}: must be one of {', '.join(knob.choices)}")
+    return text
+
+
+def device_loopback_enabled() -> bool:
+    """MSTAR_DEVICE_LOOPBACK (default 1): whether a node may keep its loop-back token on the device (the
+    sampler's slot master) instead of routing a tensor per request; also whether the sampler keeps last tokens."""
+    return read_bool("MSTAR_DEVICE_LOOPBACK")
+
+
+def ingraph_decode_rope() -> bool:
+    """MSTAR_INGRAPH_DECODE_ROPE (default 0): a captured decode step builds its rotary tables inside the graph
+    from the planned positions instead of staging them before the replay."""
+    return read_bool("MSTAR_INGRAPH_DECODE_ROPE")
+
+
+def kv_chain_lazy_steps() -> int:
+    """MSTAR_KV_CHAIN_LAZY_STEPS (default 16, at least 1): decode steps of sampled tokens that are batched before
+    the requests' prefix chains are extended; 1 extends every step."""
+    return read_int("MSTAR_KV_CHAIN_LAZY_STEPS")
+
+
+def kv_pinned_indptrs() -> bool:
+    """MSTAR_KV_PINNED_INDPTRS (default 0): the KV plan writes its index arrays into a ring of page-locked host
+    buffers, so that their copies to the device are asynchronous."""
+    return read_bool("MSTAR_KV_PINNED_INDPTRS")
+
+
+def kv_plan_cache() -> int:
+    """MSTAR_KV_PLAN_CACHE (default 0): 1 plans a leased decode step from the previous step's plan when the batch
+    is unchanged; 2 does both and logs any difference; 0 plans every step from the streams."""
+    return read_int("MSTAR_KV_PLAN_CACHE")
+
+
+def sampler_ingraph_scatter() -> bool:
+    """MSTAR_SAMPLER_INGRAPH_SCATTER (default 0): the captured sampler gathers its draw offsets from the masters
+    and scatters advanced offsets and sampled tokens back inside the graph."""
+    return read_bool("MSTAR_SAMPLER_INGRAPH_SCATTER")
+
+
+def sampler_slots() -> int:
+    """MSTAR_SAMPLER_SLOTS (default 4096, at least 1): master rows allocated up front when
+    :func:`sampler_ingraph_scatter` is on."""
+    return read_int("MSTAR_SAMPLER_SLOTS")
+
+
+def graph_compile_mode() -> str | None:
+    """MSTAR_GRAPH_COMPILE_MODE (default unset): overrides every graph config's compile mode; whoever builds the
+    captures checks the value."""
+    return read_str("MSTAR_GRAPH_COMPILE_MODE")
+
+
+def require_accelerator_graphs() -> bool:
+    """MSTAR_REQUIRE_ACCELERATOR_GRAPHS (default 0): a bucket that cannot be captured fails start-up."""
+    return read_bool("MSTAR_REQUIRE_ACCELERATOR_GRAPHS")
+
+
+def num_slots() -> int:
+    """MSTAR_NUM_SLOTS (default 2): slots of double-buffered nodes."""
+    return read_int("MSTAR_NUM_SLOTS")
+
+
+def kv_debug_asserts() -> bool:
+    """MSTAR_KV_DEBUG_ASSERTS (default 0): the KV manager checks that free and owned pages add up, every commit."""
+    return read_bool("MSTAR_KV_DEBUG_ASSERTS")
+
+
+def engine_python() -> str | None:
+    """MSTAR_PYTHON (default unset): the interpreter that runs the engine process."""
+    return read_str("MSTAR_PYTHON")

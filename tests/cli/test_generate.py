@@ -1,0 +1,75 @@
+"""``mstar generate`` with the real model: reference tokens, streaming, batches from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mstar.cli.main import app
+
+pytestmark = pytest.mark.model
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "smollm2_135m_greedy.json"
+GREEDY = ["--temperature", "0"]
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return {case["name"]: case for case in json.loads(GOLDEN.read_text())["cases"]}
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["generate", "--model", "smollm2-135m", *map(str, arguments)])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def agrees(ids, case):
+    """Equal to the reference up to the first step where two tokens tie."""
+    count = min([len(ids), *case["tie_steps"]])
+    return ids[:count] == case["output_ids"][:count]
+
+
+def test_a_file_of_all_reference_prompts_is_one_batch(tmp_path, golden):
+    lines = []
+    for case in golden.values():
+        prompt = {"messages": case["messages"]} if case["kind"] == "chat" else {"prompt": case["prompt"]}
+        lines.append(json.dumps({**prompt, "max_tokens": 48, "ignore_eos": True, "skip_special_tokens": False}))
+    file = tmp_path / "in.jsonl"
+    file.write_text("\n".join(lines))
+    results = [json.loads(line) for line in run("--input", file, "--json", *GREEDY).splitlines()]
+    assert len(results) == len(golden)
+    for case, result in zip(golden.values(), results, strict=True):
+        assert set(result) == {"output_ids", "text", "finish_reason", "num_input_tokens"}
+        assert agrees(result["output_ids"], case), case["name"]
+        assert result["num_input_tokens"] == len(case["prompt_ids"])
+        assert result["finish_reason"] == "length"
+        if not case["tie_steps"]:
+            assert result["text"] == case["output_text"], case["name"]
+
+
+def test_a_single_prompt_streams_the_same_text(golden):
+    case = golden["en_capital"]
+    options = ["--prompt-ids", ",".join(map(str, case["prompt_ids"])), "--max-tokens", 8, *GREEDY]
+    (result,) = [json.loads(line) for line in run(*options, "--json").splitlines()]
+    assert result["output_ids"] == case["output_ids"][:8]
+    assert run(*options) == result["text"] + "\n"
+
+
+def test_a_stop_string_ends_the_text(golden):
+    case = golden["en_capital"]
+    out = run("--prompt", case["prompt"], "--stop", "\n", "--max-tokens", 16, "--json", *GREEDY)
+    result = json.loads(out)
+    assert (result["text"], result["finish_reason"]) == (" Paris.", "stop")
+    assert result["output_ids"] == case["output_ids"][:3]
+
+
+def test_a_bad_prompt_in_a_file_is_named_by_its_line(tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt_ids": [49152]}\n')
+    result = CliRunner().invoke(app, ["generate", "--input", str(file)])
+    assert result.exit_code == 2
+    assert f"{file}, line 2: input_ids: " in result.stderr

@@ -1,0 +1,122 @@
+"""Resources are built and driven in dependency order; a refusal is named and stops the round."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from mstar.engine.resources.base import EngineResourceInfo, Resource
+from mstar.engine.resources.runner import StepRunner, build_resources, dependency_order
+from mstar.engine.resources.spec import NodeResourceSpec
+from mstar.engine.resources.step import ADMITTED, AdmitOutcome, AllocationFailed, ResourceStep, SubmoduleStep
+
+from .drive import Rig
+
+
+@dataclass(frozen=True)
+class Spec(NodeResourceSpec):
+    needs: tuple[str, ...] = ()
+
+    def depends_on(self):
+        return self.needs
+
+    @property
+    def resource_class(self):
+        return Recorder
+
+
+class Recorder(Resource):
+    def __init__(self, key, info):
+        self.key, self.info, self.calls, self.outcome = key, info, [], ADMITTED
+
+    @classmethod
+    def build(cls, spec, info):
+        return cls(spec.resource_key, info)
+
+    def admit(self, step, ctx):
+        self.calls.append("admit")
+        return self.outcome
+
+    def plan(self, step, ctx):
+        self.calls.append(("plan", tuple(ctx.plan_results)))
+        return f"plan of {self.key}"
+
+    def commit(self, step, ctx):
+        self.calls.append("commit")
+
+
+def spec(key, *needs):
+    return Spec(key, {"LLM"}, needs)
+
+
+def recorders(*specs):
+    info = EngineResourceInfo(torch.device("cpu"), torch.float32, torch.float32, capacity=1, padding_rows=0)
+    resources = build_resources(specs, info)
+    return resources, StepRunner(resources, specs)
+
+
+def whole_step(*keys):
+    return SubmoduleStep({key: ResourceStep() for key in keys})
+
+
+def test_order_is_topological_with_alphabetical_ties():
+    ordered = dependency_order([spec("z"), spec("b", "z"), spec("a", "b"), spec("c"), spec("d", "c")])
+    assert [s.resource_key for s in ordered] == ["c", "d", "z", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([spec("a"), spec("a")], "'a' is declared twice"),
+        ([spec("a", "b")], "'a' depends on 'b', which is not declared"),
+        ([spec("a", "b"), spec("b", "a"), spec("c")], "cycle: a, b"),
+        ([spec("a", "a")], "cycle: a"),
+    ],
+)
+def test_impossible_declarations_are_refused(specs, message):
+    with pytest.raises(ValueError, match=message):
+        dependency_order(specs)
+
+
+def test_a_resource_is_handed_only_what_its_spec_listed():
+    resources, _ = recorders(spec("a"), spec("b", "a"), spec("c"))
+    assert resources["b"].info.dependency("a") is resources["a"]
+    with pytest.raises(KeyError):
+        resources["b"].info.dependency("c")
+
+
+def test_plans_see_the_results_of_what_was_planned_before_and_nothing_of_the_last_step():
+    resources, runner = recorders(spec("a", "b"), spec("b"))
+    ctx = Rig().context([], [])
+    ctx.plan_results["old"] = 1
+    runner.plan(whole_step("a", "b"), ctx)
+    assert resources["b"].calls == [("plan", ())]
+    assert resources["a"].calls == [("plan", ("b",))]
+    assert ctx.plan_results == {"b": "plan of b", "a": "plan of a"}
+
+
+def test_resources_that_a_step_does_not_name_are_left_alone():
+    resources, runner = recorders(spec("a"), spec("b"))
+    ctx = Rig().context([], [])
+    assert runner.admit(whole_step("b"), ctx) == (ADMITTED, None)
+    runner.plan(whole_step("b"), ctx)
+    runner.commit(whole_step("b"), ctx)
+    assert resources["a"].calls == []
+    assert resources["b"].calls == ["admit", ("plan", ()), "commit"]
+
+
+@pytest.mark.parametrize(
+    "outcome", [AdmitOutcome(ok=False, reason=AllocationFailed("short")), AdmitOutcome(ready=False)]
+)
+def test_admit_stops_at_the_first_refusal_and_names_it(outcome):
+    resources, runner = recorders(spec("a"), spec("b"), spec("c"))
+    resources["b"].outcome = outcome
+    assert runner.admit(whole_step("a", "b", "c"), Rig().context([], [])) == (outcome, "b")
+    assert resources["c"].calls == []
+
+
+@pytest.mark.parametrize("hook", ["admit", "plan", "commit"])
+def test_an_unknown_key_in_a_step_is_an_error(hook):
+    _, runner = recorders(spec("a"))
+    with pytest.raises(KeyError, match="nope"):
+        getattr(runner, hook)(whole_step("a", "nope"), Rig().context([], []))

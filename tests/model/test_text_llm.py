@@ -1,0 +1,231 @@
+"""Every family computes what transformers computes, in prefill and in every decode step."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from mstar.engine.inputs import ARNodeInputs
+from mstar.model.options import ModelLoadOptions
+
+from .driver import generate, load_small
+from .small_checkpoints import CLASSES, dequantised, edit_config, edit_tensors, random_model, save, write_gguf
+
+PROMPTS = [[5, 99, 42, 7, 7, 130, 21, 3, 64], [11], list(range(40, 73))]
+STEPS = 6
+FLOAT_ERROR = 5e-5
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "smollm2_135m_greedy.json"
+
+
+def assert_equals(checkpoint: Path, reference: PreTrainedModel, error: float = FLOAT_ERROR) -> None:
+    """Logits of all steps and greedy tokens through the engine equal the reference's over the same tokens."""
+    run = generate(load_small(checkpoint), PROMPTS, STEPS)
+    assert not run.faults.any()
+    for row, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([[*prompt, *run.tokens[row, :-1].tolist()]])
+        with torch.no_grad():
+            expected = reference(ids).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(run.logits[:, row], expected, atol=error, rtol=0)
+        assert run.tokens[row].tolist() == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({}, id="untied"),
+        pytest.param({"tie_word_embeddings": True}, id="tied"),
+        pytest.param({"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16}, id="8-heads-share-1"),
+        pytest.param({"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2}, id="3-heads-share-1"),
+        pytest.param({"hidden_size": 256, "head_dim": 128}, id="head-dim-128"),
+        pytest.param({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, id="theta"),
+        pytest.param({"rope_parameters": LLAMA3}, id="llama3-rope"),
+        pytest.param({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, id="linear-rope"),
+    ],
+)
+def test_logits_and_greedy_tokens_equal_transformers(family: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    model = random_model(family, **shape)
+    assert_equals(save(model, tmp_path), model)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3", {"head_dim": 32}),
+    ],
+)
+def test_optional_biases_and_a_head_dim_of_its_own_are_honoured(
+    family: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    model = random_model(family, **shape)
+    assert_equals(save(model, tmp_path), model)
+
+
+def test_sharded_safetensors_give_the_same_model(tmp_path: Path) -> None:
+    model = random_model("llama")
+    save(model, tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_equals(tmp_path, model)
+
+
+def test_rope_settings_in_their_old_spelling_are_read(tmp_path: Path) -> None:
+    model = random_model("llama", rope_parameters=LLAMA3)
+    save(model, tmp_path)
+    old = {key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "rope_type")} | {"type": "llama3"}
+    edit_config(tmp_path, remove=("rope_parameters",), rope_theta=LLAMA3["rope_theta"], rope_scaling=old)
+    assert_equals(tmp_path, model)
+
+
+# BC-41: four checkpoints of one model.
+
+
+def test_a_tied_checkpoint_without_a_head_uses_its_embedding(tmp_path: Path) -> None:
+    model = random_model("llama", tie_word_embeddings=True)
+    save(model, tmp_path)
+    edit_tensors(tmp_path, remove=("lm_head.weight",))
+    assert_equals(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_tied_checkpoint_with_a_head_follows_transformers(is_equal: bool, tmp_path: Path) -> None:
+    model = random_model("llama", tie_word_embeddings=True)
+    save(model, tmp_path)
+    head = model.get_input_embeddings().weight.detach().clone()
+    edit_tensors(tmp_path, lm_head__weight=head if is_equal else head.flip(0).contiguous())
+    assert_equals(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+def test_without_the_key_a_head_of_its_own_is_used_as_transformers_does_by_default(tmp_path: Path) -> None:
+    save(random_model("llama", tie_word_embeddings=False), tmp_path)
+    edit_config(tmp_path, remove=("tie_word_embeddings",))
+    assert_equals(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path))
+
+
+# BC-44: GGUF.
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_1")])
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_gguf_computes_what_its_dequantised_weights_do(
+    family: str, kind: gguf.GGMLQuantizationType, tmp_path: Path
+) -> None:
+    model = random_model(family)
+    file = write_gguf(tmp_path / "model.gguf", model, kind)
+    assert_equals(file, dequantised(model, kind))
+
+
+def test_an_f16_gguf_stays_within_a_hundredth_of_the_model_it_was_exported_from(tmp_path: Path) -> None:
+    model = random_model("llama")
+    file = write_gguf(tmp_path / "model.gguf", model, gguf.GGMLQuantizationType.F16)
+    assert_equals(file, model, error=1e-2)
+
+
+def test_a_gguf_without_a_head_is_tied(tmp_path: Path) -> None:
+    model = random_model("llama", tie_word_embeddings=True)
+    file = write_gguf(tmp_path / "model.gguf", model, gguf.GGMLQuantizationType.F32)
+    assert_equals(file, model)
+
+
+@pytest.mark.parametrize("value", [1.0, 3.0])
+def test_rotary_factors_that_are_no_llama3_scaling_are_ignored_by_name(value: float, tmp_path: Path) -> None:
+    model = random_model("llama")
+    extra = {"rope_freqs.weight": np.full(32, value, np.float32)}
+    file = write_gguf(tmp_path / "model.gguf", model, gguf.GGMLQuantizationType.F32, extra=extra)
+    assert_equals(file, model)
+
+
+def test_rotary_factors_of_llama3_in_a_gguf_are_applied(tmp_path: Path) -> None:
+    model = random_model("llama", rope_parameters=LLAMA3)
+    plain = random_model("llama", rope_parameters={"rope_type": "default", "rope_theta": LLAMA3["rope_theta"]})
+    factors = plain.model.rotary_emb.inv_freq / model.model.rotary_emb.inv_freq
+    extra = {"rope_freqs.weight": factors.numpy()}
+    file = write_gguf(tmp_path / "model.gguf", model, gguf.GGMLQuantizationType.F32, extra=extra)
+    assert_equals(file, model)
+
+
+# BC-43: dtypes.
+
+
+def test_a_bfloat16_checkpoint_run_as_float16_faults_instead_of_talking_nonsense(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e5)
+    save(model.to(torch.bfloat16), tmp_path)
+    with caplog.at_level(logging.WARNING, logger="mstar.model"):
+        run = generate(load_small(tmp_path, dtype=torch.float16), PROMPTS, 2)
+    assert run.faults.all()
+    assert (run.tokens == 0).all()
+    assert any("torch.bfloat16 and served as torch.float16" in record.getMessage() for record in caplog.records)
+
+
+def test_the_cpu_serves_a_bfloat16_checkpoint_in_float32(tmp_path: Path) -> None:
+    save(random_model("llama").to(torch.bfloat16), tmp_path)
+    loaded = load_small(tmp_path, dtype=None)
+    assert loaded.dtype == loaded.kv_dtype == torch.float32
+    assert_equals(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_dtype_is_served_when_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = random_model("qwen3")
+    save(model, tmp_path)
+    run = generate(load_small(tmp_path, dtype=dtype), PROMPTS, 3)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    assert run.logits.dtype == dtype
+    assert not run.faults.any()
+    torch.testing.assert_close(run.logits[0, 0].float(), expected, atol=0.2, rtol=0)
+
+
+# The protocol.
+
+
+def test_only_the_last_row_of_each_prompt_reaches_the_head(tmp_path: Path) -> None:
+    save(random_model("llama"), tmp_path)
+    model = load_small(tmp_path)
+    assert generate(model, PROMPTS, 1).logits.shape == (1, len(PROMPTS), model.vocab_size)
+
+
+def test_declare_step_is_pure_and_spans_each_row(tmp_path: Path) -> None:
+    save(random_model("llama"), tmp_path)
+    submodule = load_small(tmp_path).submodules["LLM"]
+    inputs = [ARNodeInputs(input_seq_len=3), ARNodeInputs(input_seq_len=1)]
+    step = submodule.declare_step("prefill", [4, 9], inputs)
+    assert step == submodule.declare_step("prefill", [4, 9], inputs)
+    assert set(step.keys()) == {"kv_cache", "attn", "rope", "sampler"}
+    assert [(s.request_id, s.span) for s in step.get("kv_cache").segments] == [(4, 3), (9, 1)]
+
+
+# The real model.
+
+
+@pytest.mark.model
+def test_smollm2_repeats_the_reference_up_to_its_first_tie() -> None:
+    cases = json.loads(GOLDEN.read_text())["cases"]
+    options = ModelLoadOptions(kv_memory_bytes=256 << 20, max_running_requests=len(cases))
+    model = load_small("smollm2-135m", dtype=None, options=options)
+    steps = len(cases[0]["output_ids"])
+    run = generate(model, [case["prompt_ids"] for case in cases], steps, strict=False)
+    for row, case in enumerate(cases):
+        settled = min([*case["tie_steps"], steps])
+        assert run.tokens[row, :settled].tolist() == case["output_ids"][:settled], case["name"]

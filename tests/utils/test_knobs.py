@@ -1,0 +1,75 @@
+"""Environment variables: defaults, values, and refusal by name."""
+
+import pytest
+
+from mstar.utils import knobs
+
+FUNCTIONS = {
+    "MSTAR_DEVICE_LOOPBACK": (knobs.device_loopback_enabled, True),
+    "MSTAR_INGRAPH_DECODE_ROPE": (knobs.ingraph_decode_rope, False),
+    "MSTAR_KV_CHAIN_LAZY_STEPS": (knobs.kv_chain_lazy_steps, 16),
+    "MSTAR_KV_PINNED_INDPTRS": (knobs.kv_pinned_indptrs, False),
+    "MSTAR_KV_PLAN_CACHE": (knobs.kv_plan_cache, 0),
+    "MSTAR_SAMPLER_INGRAPH_SCATTER": (knobs.sampler_ingraph_scatter, False),
+    "MSTAR_SAMPLER_SLOTS": (knobs.sampler_slots, 4096),
+    "MSTAR_GRAPH_COMPILE_MODE": (knobs.graph_compile_mode, None),
+    "MSTAR_REQUIRE_ACCELERATOR_GRAPHS": (knobs.require_accelerator_graphs, False),
+    "MSTAR_NUM_SLOTS": (knobs.num_slots, 2),
+    "MSTAR_KV_DEBUG_ASSERTS": (knobs.kv_debug_asserts, False),
+    "MSTAR_PYTHON": (knobs.engine_python, None),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("text", [None, ""])
+def test_unset_or_empty_is_the_default(monkeypatch, name, text):
+    monkeypatch.delenv(name, raising=False)
+    if text is not None:
+        monkeypatch.setenv(name, text)
+    function, default = FUNCTIONS[name]
+    assert function() == default
+    assert type(function()) is type(default)
+
+
+@pytest.mark.parametrize("name", [k for k, v in knobs.KNOBS.items() if v.kind == "bool"])
+def test_booleans(monkeypatch, name):
+    function = FUNCTIONS[name][0]
+    for text, value in (("1", True), ("0", False)):
+        monkeypatch.setenv(name, text)
+        assert function() is value
+    for text in ("true", "yes", "2", " 1", "-1"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(ValueError, match=f"{name}='{text}'"):
+            function()
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("MSTAR_KV_CHAIN_LAZY_STEPS", {"1": 1, "7": 7}, ["0", "-1", "x", "1.5", "²"]),
+        ("MSTAR_SAMPLER_SLOTS", {"1": 1, "8192": 8192}, ["0", "-3", "1e3"]),
+        ("MSTAR_KV_PLAN_CACHE", {"0": 0, "1": 1, "2": 2}, ["3", "-1", "on"]),
+        ("MSTAR_NUM_SLOTS", {"1": 1, "3": 3}, ["0", "two"]),
+    ],
+)
+def test_integers(monkeypatch, name, good, bad):
+    function = FUNCTIONS[name][0]
+    for text, value in good.items():
+        monkeypatch.setenv(name, text)
+        assert function() == value
+    for text in bad:
+        monkeypatch.setenv(name, text)
+        with pytest.raises(ValueError, match=f"^{name}="):
+            function()
+
+
+def test_the_environment_is_read_at_each_call(monkeypatch):
+    monkeypatch.setenv("MSTAR_SAMPLER_SLOTS", "5")
+    assert knobs.sampler_slots() == 5
+    monkeypatch.setenv("MSTAR_SAMPLER_SLOTS", "6")
+    assert knobs.sampler_slots() == 6
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_reads_a_declared_knob(name):
+    assert knobs.KNOBS[name].doc
