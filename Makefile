@@ -12,7 +12,7 @@ demo: env ## Install, start a server, ask it one question over gRPC and HTTP, st
 	@$(VENV)/python build/demo.py
 
 serve: env ## Start a server on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics); Ctrl-C drains and stops it
-	@exec $(VENV)/mstar serve $(PORTS) $(SERVE_FLAGS)
+	@exec $(VENV)/python build/foreground.py $(VENV)/mstar serve $(PORTS) $(SERVE_FLAGS)
 
 test: test-env ## All tests, real servers included
 	@$(VENV)/python -m pytest $(PYTEST_FLAGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_LIMIT_S = 90.0
+PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -32,8 +34,12 @@ def running_server(log_name: str) -> Iterator[dict[str, str]]:
         command = [str(Path(sys.executable).parent / "mstar"), "serve", "--model", "smollm2", "--address", "127.0.0.1"]
         command += ["--repository", str(ROOT / "model_repository"), "--log-file", str(log_file)]
         command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--ready-file", str(ready_file)]
-        # In a session of its own: Ctrl-C reaches this script alone, which then stops the server once.
-        server = subprocess.Popen(command, start_new_session=True)
+        libc = ctypes.CDLL(None)
+        # In a session of its own: Ctrl-C reaches this script alone, which then stops the server once. Should this
+        # script be killed, the server is told to stop all the same.
+        server = subprocess.Popen(
+            command, start_new_session=True, preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        )
         try:
             while not ready_file.exists():
                 if server.poll() is not None:

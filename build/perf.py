@@ -86,14 +86,14 @@ def percentile(values: list[float], share: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", default="1,8,32", help="streams at once, by comma (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=0, help="requests per window (default: 8 + 2 per stream)")
+    parser.add_argument("--requests", type=int, default=0, help="requests per window (default: 4 + 1 per stream)")
     args = parser.parse_args()
     command = fetch_perf_analyzer(ROOT / ".cache" / "perf_analyzer")
     heading = f"{'streams':>7} {'requests':>8} {'req/s':>7} {'tok/s':>7} {'first ms p50':>12} {'p99':>7}"
     with running_server("perf-server") as addresses:
         print(heading + f" {'next ms p50':>11} {'p99':>7}", flush=True)
         for concurrency in map(int, args.concurrency.split(",")):
-            run = measure(command, addresses, concurrency, args.requests or 8 + 2 * concurrency)
+            run = measure(command, addresses, concurrency, args.requests or 4 + concurrency)
             first = [percentile(run.first_response, share) * 1e3 for share in (50, 99)]
             between = [percentile(run.between_responses or [0.0], share) * 1e3 for share in (50, 99)]
             print(

@@ -10,6 +10,7 @@ Runs on a bare Python, standard library only.
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def is_reachable(url):
 
 def identity():
     """What a ``.venv`` belongs to: it cannot be moved, nor used with another Python."""
-    return [sys.version.split()[0], sys.executable, str(ROOT)]
+    return [sys.version.split()[0], sys.base_prefix, str(ROOT)]
 
 
 def fingerprint():
@@ -169,7 +170,8 @@ def install(extras):
     LOG.parent.mkdir(exist_ok=True)
     stamp = read_stamp()
     if stamp.get("identity") != identity():
-        run("Making .venv", [sys.executable, "-m", "venv", "--clear", str(VENV)])
+        base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))  # not the one about to be cleared
+        run("Making .venv", [base, "-m", "venv", "--clear", str(VENV)])
     STAMP.write_text(json.dumps({"identity": identity()}))  # interrupted, the next run goes on from here
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off"]
     index = [f"--extra-index-url={CPU_INDEX}"] if is_reachable(f"{CPU_INDEX}/") else []

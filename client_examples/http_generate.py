@@ -24,15 +24,15 @@ def main() -> int:
     parser.add_argument("--stream", action="store_true")
     args = parser.parse_args()
 
-    body: dict = {"stream": args.stream, "max_tokens": args.max_tokens, "temperature": args.temperature}
+    request_body: dict = {"stream": args.stream, "max_tokens": args.max_tokens, "temperature": args.temperature}
     if args.chat is not None:
-        body["messages"] = json.dumps([{"role": "user", "content": args.chat}])
+        request_body["messages"] = json.dumps([{"role": "user", "content": args.chat}])
     else:
-        body["text_input"] = args.prompt
+        request_body["text_input"] = args.prompt
     endpoint = "generate_stream" if args.stream else "generate"
     request = urllib.request.Request(
         f"http://{args.url}/v2/models/{args.model}/{endpoint}",
-        data=json.dumps(body).encode(),
+        data=json.dumps(request_body).encode(),
         headers={"Content-Type": "application/json"},
     )
     try:
@@ -48,7 +48,8 @@ def main() -> int:
                         return 1
                     print(event["text_output"], end="", flush=True)
     except urllib.error.HTTPError as error:
-        print(f"error {error.code}: {json.load(error)['error']}", file=sys.stderr)
+        body = json.loads(error.read().removeprefix(b"data:"))  # a refused stream answers with an event
+        print(f"error {error.code}: {body['error']}", file=sys.stderr)
         return 1
     print()
     return 0

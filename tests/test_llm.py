@@ -82,7 +82,7 @@ def test_streamed_pieces_join_to_the_completion(llm):
         whole = llm.generate("The capital of France is", merged)[0]
         pieces = list(llm.stream("The capital of France is", merged))
         assert "".join(piece.text for piece in pieces) == whole.text
-        assert sum((piece.output_ids for piece in pieces), []) == whole.output_ids
+        assert [token for piece in pieces for token in piece.output_ids] == whole.output_ids
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
 

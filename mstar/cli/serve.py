@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from mstar.serving.launcher import LaunchOptions, launch
-from mstar.utils.errors import LoadError
 
 # What `app.command()` needs so that unknown options reach tritonserver.
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-CANNOT_START = 2
 
 
 def serve(
@@ -60,9 +58,4 @@ def serve(
         ready_file=ready_file,
         extra=tuple(context.args),
     )
-    try:
-        code = launch(options)
-    except LoadError as error:
-        typer.echo(f"mstar serve: {error}", err=True)
-        raise typer.Exit(CANNOT_START) from None
-    raise typer.Exit(code)
+    raise typer.Exit(launch(options))

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from mstar.kernels.panel_formats import BLOCK_FORMATS, FLOAT, BlockRows, PanelFormat
 from mstar.kernels.panel_gemm import panel_kernel
 
 Backend = Literal["auto", "panel", "torch"]
@@ -19,11 +20,18 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return F.linear(x, weight, bias)
 
 
+def takes_blocks(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `PackedLinear` can compute in `dtype` on `device` from `BlockRows` of this GGML type."""
+    suits = kind in BLOCK_FORMATS and dtype == torch.float32 and device.type == "cpu"
+    return suits and panel_kernel(BLOCK_FORMATS[kind]) is not None
+
+
 class PackedLinear:
     """A linear layer with its weight stored once, in the layout the device reads fastest.
 
     fp32 weights on a CPU with AVX2 or AVX-512 are packed in panels for the kernel in `panel_gemm.py`, with fp32
     accumulation; every other device and dtype keeps `weight` as it is and calls `torch.nn.functional.linear`.
+    Quantised blocks stay quantised, and give bit for bit what the panel kernel gives on their fp32 values.
     The packed copy does not share memory with `weight`, so a loader that drops `weight` holds one copy.
     Calls may come from several threads. No gradients.
 
@@ -31,36 +39,42 @@ class PackedLinear:
         y = qkv(x)                      # x [n, in] -> [n, q + k + v]
 
     Args:
-        weight: [out, in], a float dtype, which is the layer's; never modified.
+        weight: [out, in], a float dtype, which is the layer's, or blocks, whose layer is fp32; never modified.
         bias: [out] or None; converted to the weight's dtype.
         backend: "auto" takes the panel kernel where it can run, "panel" insists on it, "torch" never takes it.
 
     Raises:
-        ValueError: shapes that do not fit, or backend "panel" where the kernel cannot run.
+        ValueError: shapes that do not fit, or backend "panel" or blocks where the kernel cannot run.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, backend: Backend = "auto") -> None:
-        if weight.dim() != 2 or not weight.is_floating_point() or 0 in weight.shape:
+    def __init__(
+        self, weight: torch.Tensor | BlockRows, bias: torch.Tensor | None = None, backend: Backend = "auto"
+    ) -> None:
+        panels: PanelFormat = FLOAT
+        if isinstance(weight, BlockRows):
+            self.dtype, self.device, panels = torch.float32, weight.data.device, BLOCK_FORMATS[weight.kind]
+        elif weight.dim() == 2 and weight.is_floating_point() and 0 not in weight.shape:
+            self.dtype, self.device = weight.dtype, weight.device
+        else:
             raise ValueError(f"weight: expected a float [out, in], got {weight.dtype} {list(weight.shape)}")
         self.out_features, self.in_features = weight.shape
         if bias is not None and bias.shape != (self.out_features,):
             raise ValueError(f"bias: expected [{self.out_features}], got {list(bias.shape)}")
         if backend not in ("auto", "panel", "torch"):
             raise ValueError(f"backend: expected 'auto', 'panel' or 'torch', got {backend!r}")
-        self.dtype = weight.dtype
-        self.device = weight.device
-        suits = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._kernel = panel_kernel() if suits and backend != "torch" else None
-        if backend == "panel" and self._kernel is None:
+        suits = self.device.type == "cpu" and self.dtype == torch.float32
+        self._kernel = panel_kernel(panels) if suits and backend != "torch" else None
+        if self._kernel is None and (backend == "panel" or isinstance(weight, BlockRows)):
             raise ValueError(
-                "backend: 'panel' needs llvmlite, an x86 CPU with AVX2 and fp32 weights in its memory, "
-                f"got {weight.dtype} on {weight.device}"
+                "backend: 'panel', which blocks need, takes llvmlite, an x86 CPU with AVX2 and fp32 weights or blocks "
+                f"in its memory, got {backend!r}, {self.dtype} on {self.device}"
             )
         if self._kernel is None:
+            assert isinstance(weight, torch.Tensor)
             self._weight = weight.detach()
-            self._bias = None if bias is None else bias.detach().to(weight)
+            self._bias: torch.Tensor | None = None if bias is None else bias.detach().to(weight)
         else:
-            self._weight = _pack(weight.detach(), self._kernel.panel)
+            self._weight = panels.pack(weight, self._kernel.panel)
             self._bias = torch.zeros(self._weight.shape[0] * self._kernel.panel)
             if bias is not None:
                 self._bias[: self.out_features] = bias.detach()
@@ -113,10 +127,13 @@ class PackedLinear:
                 f"x: expected float32 [n, {self.in_features}] on {self.device}, "
                 f"got {x.dtype} {list(x.shape)} on {x.device}"
             )
+        assert self._bias is not None
         x = x.contiguous()
         rows = x.shape[0]
         y = torch.empty(rows, self.out_features)
-        weight, bias, threads = self._weight.data_ptr(), self._bias.data_ptr(), torch.get_num_threads()
+        threads = torch.get_num_threads()
+        scratch = torch.empty(self._kernel.scratch_size(min(MAX_ROWS, rows), self.in_features, threads))
+        weight, bias, scratch_address = self._weight.data_ptr(), self._bias.data_ptr(), scratch.data_ptr()
         x_address, y_address = x.data_ptr(), y.data_ptr()
         for start in range(0, rows, MAX_ROWS):
             self._kernel(
@@ -127,6 +144,7 @@ class PackedLinear:
                 min(MAX_ROWS, rows - start),
                 self.in_features,
                 self.out_features,
+                scratch_address,
                 threads,
             )
         return y
@@ -142,17 +160,4 @@ class PackedLinear:
         """
         if self._kernel is None:
             return self._weight[ids]
-        panel = self._kernel.panel
-        return self._weight[ids // panel, :, ids % panel]
-
-
-def _pack(weight: torch.Tensor, panel: int) -> torch.Tensor:
-    """[out, in] -> [panels, in, panel], the last panel padded with zeros."""
-    out_features, in_features = weight.shape
-    full, rest = divmod(out_features, panel)
-    packed = torch.empty(full + bool(rest), in_features, panel)
-    packed[:full] = weight[: full * panel].reshape(full, panel, in_features).transpose(1, 2)
-    if rest:
-        packed[full, :, :rest] = weight[full * panel :].T
-        packed[full, :, rest:] = 0
-    return packed
+        return self._kernel.format.rows(self._weight, ids, self._kernel.panel)

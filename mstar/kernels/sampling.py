@@ -6,6 +6,8 @@ place in the batch changes a row's token.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +16,15 @@ import torch
 from mstar.kernels.philox import philox_words
 
 MAX_NOISE = np.float32(22.9)  # -log E of the smallest word is 22.88: no token makes up for more
+MIN_NOISE = -2.82  # and of the largest word it is -2.81
 FIRST_TOP = 128  # largest logits looked at before the nucleus is known to need more
 _CHUNK = 8192  # candidates whose words are made at once: the arrays stay in a core's cache
+
+# A token's mass, exp(score), as a whole number of 2**-40: sums are exact, so no order of summation moves a nucleus.
+MASS_BITS = 40
+MIN_SCORE = -43.0  # has no mass left
+LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.4286068203094172e-06
+EXP_TERMS = tuple(1 / math.factorial(power) for power in range(10, -1, -1))
 
 
 class RowSettings(NamedTuple):
@@ -32,7 +41,32 @@ class RowSettings(NamedTuple):
     offset: torch.Tensor  # int64, draws this row has kept so far
 
 
-def sample_rows(logits: torch.Tensor, settings: RowSettings, apply_filters: bool) -> tuple[torch.Tensor, torch.Tensor]:
+# (x, rows, best, settings of those rows, apply_filters) -> tokens, as :func:`draw_rows` does it.
+Draw = Callable[[torch.Tensor, np.ndarray, np.ndarray, RowSettings, bool], np.ndarray]
+
+
+def draw_rows(
+    x: torch.Tensor, rows: np.ndarray, best: np.ndarray, settings: RowSettings, apply_filters: bool
+) -> np.ndarray:
+    """Scales, filters and draws ``rows`` of ``x``.
+
+    Args:
+        x: fp32 [B, V] on the CPU.
+        rows, best: int64 [R], the rows to draw and the token of each one's maximum, which is finite.
+        settings: of those rows [R], on the CPU.
+
+    Returns:
+        Tokens int64 [R].
+    """
+    index = torch.from_numpy(rows)
+    scores = scaled_scores(x[index], x[index, torch.from_numpy(best)], settings.temperature)
+    floor = keep_floor(scores, settings, apply_filters)
+    return race(scores, floor, settings.seed.numpy(), settings.offset.numpy(), best)
+
+
+def sample_rows(
+    logits: torch.Tensor, settings: RowSettings, apply_filters: bool, draw: Draw = draw_rows
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token per row; reads values on the host.
 
     Order: greedy rows take the lowest id of the maximum; others are scaled by their temperature, then min-p, then
@@ -42,6 +76,7 @@ def sample_rows(logits: torch.Tensor, settings: RowSettings, apply_filters: bool
     Args:
         logits: [B, V], any float dtype; -inf bars a token.
         apply_filters: False leaves top-k and top-p out.
+        draw: how the rows that are not greedy are drawn.
 
     Returns:
         tokens int64 [B], and faults bool [B]: rows with a NaN, a +inf or no finite logit; their token is 0.
@@ -59,9 +94,7 @@ def sample_rows(logits: torch.Tensor, settings: RowSettings, apply_filters: bool
     if rows.size:
         index = torch.from_numpy(rows)
         chosen = RowSettings(*(column.cpu()[index] for column in settings))
-        scores = scaled_scores(x.cpu()[index], torch.from_numpy(peak[rows]), chosen.temperature)
-        floor = keep_floor(scores, chosen, apply_filters)
-        tokens[rows] = race(scores, floor, chosen.seed.numpy(), chosen.offset.numpy(), best[rows])
+        tokens[rows] = draw(x.cpu(), rows, best[rows], chosen, apply_filters)
     device = logits.device
     return torch.from_numpy(tokens).to(device), torch.from_numpy(is_fault).to(device)
 
@@ -111,15 +144,14 @@ def _top_p_floor(
     needs it, since a sort of the whole row costs far more.
     """
     vocab = scores.shape[-1]
-    mass = torch.where(scores >= base[:, None], scores.exp(), 0)
-    target = mass.sum(-1, dtype=torch.float64) * top_p.double()
+    target = torch.where(scores >= base[:, None], fixed_mass(scores), 0).sum(-1).double() * top_p.double()
     floor = torch.full_like(base, -torch.inf)
     pending = torch.nonzero(top_p < 1).squeeze(-1)
     largest = largest[pending]
     while True:
         looked = largest.shape[1]
-        own = largest.exp().double()
-        above = own.cumsum(-1) - own
+        own = fixed_mass(largest)
+        above = (own.cumsum(-1) - own).double()
         kept = torch.maximum((above < target[pending, None]).sum(-1), min_keep[pending]).clamp(1, vocab)
         # The mass at or above the base is all there is: what lies past it can't be in the nucleus.
         found = (kept < looked) | (largest[:, -1] < base[pending]) | (looked == vocab)
@@ -129,6 +161,21 @@ def _top_p_floor(
             return floor
         looked = min(vocab, max(looked * 8, int(min_keep[pending].max().clamp(max=vocab))))
         largest = torch.topk(scores[pending], looked, dim=-1).values
+
+
+def fixed_mass(scores: torch.Tensor) -> torch.Tensor:
+    """``exp(scores) * 2**40`` rounded to int64, for fp32 scores of at most 0.
+
+    Plain double operations in a fixed order, none of them fused: a kernel that does the same has the same bits.
+    """
+    s = scores.clamp(min=MIN_SCORE).double()
+    n = s.mul(LOG2_E).add_(0.5).floor_()
+    r = s.sub_(n * LN2_HIGH).sub_(n * LN2_LOW)
+    y = torch.full_like(r, EXP_TERMS[0])
+    for term in EXP_TERMS[1:]:
+        y.mul_(r).add_(term)
+    power = n.long().add_(1023 + MASS_BITS).bitwise_left_shift_(52).view(torch.float64)
+    return y.mul_(power).round_().long()
 
 
 def _at_rank(largest: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
@@ -161,9 +208,15 @@ def race(
         part = slice(start, start + _CHUNK)
         row = rows[part]
         results[part] += neg_log_noise(seed[row], offset[row], flat[part] - row * vocab)
-    first = np.searchsorted(rows, np.arange(scores.shape[0]))  # no row is empty: its best token is a candidate
-    winners = np.flatnonzero(results == np.maximum.reduceat(results, first)[rows])
-    return flat[winners[np.searchsorted(winners, first)]] % vocab
+    return flat[first_best(results, np.bincount(rows, minlength=scores.shape[0]))] % vocab
+
+
+def first_best(results: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Where the first maximum of each row lies in ``results``, whose rows of ``counts`` [R] >= 1 entries follow one
+    another; int64 [R]."""
+    starts = np.cumsum(counts) - counts
+    winners = np.flatnonzero(results == np.repeat(np.maximum.reduceat(results, starts), counts))
+    return winners[np.searchsorted(winners, starts)]
 
 
 def neg_log_noise(seed: np.ndarray, offset: np.ndarray, token: np.ndarray) -> np.ndarray:

@@ -14,19 +14,21 @@ from mstar.model.layers.norm import RMSNorm
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual in place."""
+    """Pre-norm attention and feed-forward.  What a block adds to the residual is added by the norm that comes next."""
 
     def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
         super().__init__()
         self.attention_norm, self.attention, self.mlp_norm, self.mlp = attention_norm, attention, mlp_norm, mlp
 
-    def forward(self, x: torch.Tensor, attn: Any, rope: Any, only_last: bool) -> torch.Tensor:
-        """``x`` [n, hidden] is overwritten.  ``only_last`` keeps each row's last token once all have attended."""
-        heads = self.attention(self.attention_norm(x), attn, rope)
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, attn: Any, rope: Any, only_last: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual and what is still to be added to it; ``x`` and ``delta`` [n, hidden] are those of the layer
+        before, and ``x`` is overwritten.  ``only_last`` keeps each row's last token once all have attended."""
+        heads = self.attention(self.attention_norm(x, delta), attn, rope)
         if only_last:
             x, heads = attn.last_rows(x), attn.last_rows(heads)
-        x.add_(self.attention.out(heads))
-        return x.add_(self.mlp(self.mlp_norm(x)))
+        return x, self.mlp(self.mlp_norm(x, self.attention.out(heads)))
 
 
 class Decoder(nn.Module):
@@ -42,8 +44,8 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, attn: Any, rope: Any) -> torch.Tensor:
         """Logits [rows, vocabulary] of ``input_ids`` int64 [tokens], rows packed one behind the other."""
-        x = self.embedding(input_ids)
+        x, delta = self.embedding(input_ids), None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x = layer(x, attn, rope, only_last=index == last)
-        return self.head(self.norm(x))
+            x, delta = layer(x, delta, attn, rope, only_last=index == last)
+        return self.head(self.norm(x, delta))

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file, dequantised."""
+"""Tensors of a GGUF file, dequantised or in their quantised blocks."""
 
 from __future__ import annotations
 
@@ -38,21 +38,15 @@ class GGUFSource(TensorSource):
         if family.gguf_permutes_qk:
             self._permuted_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         self.entries = {
-            name: TensorEntry(tensor.shape, file.path, tensor.name, PLAIN.get(tensor.kind))
+            name: TensorEntry(tensor.shape, file.path, tensor.name, PLAIN.get(tensor.kind), _block_kind(tensor.kind))
             for name, tensor in self._by_name.items()
         }
         _check_kinds(file)
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         tensor = self._by_name[name]
-        rows = tensor.shape[0]
-        raw = np.fromfile(self.file.path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
-        if raw.size != tensor.num_bytes:
-            raise LoadError(f"{self.file.path}: tensor {tensor.name} is cut short")
-        raw = raw.reshape(rows, -1)
-        parts = name.split(".")
-        if (heads := self._permuted_heads.get(parts[-2] if len(parts) > 1 else "")) is not None:
-            raw = unpermute_rows(raw, heads)
+        raw = self._read_rows(name)
+        rows = len(raw)
         if tensor.kind in PLAIN:
             out.view(rows, -1).copy_(torch.from_numpy(raw).view(PLAIN[tensor.kind]))
             return
@@ -64,6 +58,21 @@ class GGUFSource(TensorSource):
             values = dequantize(chunk.reshape(1, -1), tensor.kind).reshape(-1, width)
             out[start : start + step].copy_(torch.from_numpy(values))
 
+    def read_blocks(self, name: str) -> torch.Tensor:
+        return torch.from_numpy(self._read_rows(name))
+
+    def _read_rows(self, name: str) -> np.ndarray:
+        """uint8 [rows, bytes] as stored, in Hugging Face row order."""
+        tensor = self._by_name[name]
+        raw = np.fromfile(self.file.path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+        if raw.size != tensor.num_bytes:
+            raise LoadError(f"{self.file.path}: tensor {tensor.name} is cut short")
+        raw = raw.reshape(tensor.shape[0], -1)
+        parts = name.split(".")
+        if (heads := self._permuted_heads.get(parts[-2] if len(parts) > 1 else "")) is not None:
+            raw = unpermute_rows(raw, heads)
+        return raw
+
     def place_of(self, name: str) -> str:
         return f"{self.file.path}: tensor {gguf_name(name)}"
 
@@ -72,6 +81,10 @@ def unpermute_rows(rows: np.ndarray, num_heads: int) -> np.ndarray:
     """Query or key rows [heads * head_dim, ...] from interleaved pairs (GGUF) back to two halves (Hugging Face)."""
     pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _block_kind(kind: GGMLQuantizationType) -> str | None:
+    return None if kind in PLAIN else kind.name
 
 
 def _check_kinds(file: GGUFFile) -> None:

@@ -36,12 +36,14 @@ def load_decoder(config: ModelConfig, weights: WeightReader) -> Decoder:
 def _load_ends(config: ModelConfig, weights: WeightReader) -> tuple[nn.Module, PackedLinear]:
     """Embedding and head.  A stored head that differs from the embedding wins over the tie, as in transformers."""
     shape = (config.vocab_size, config.hidden_size)
-    table = weights.read(EMBEDDING, *shape)
     if config.tie_word_embeddings and HEAD not in weights:
-        head = PackedLinear(table)
+        head = PackedLinear(weights.read_linear([(EMBEDDING, shape)]))
         return TiedEmbedding(head), head
+    table = weights.read(EMBEDDING, *shape)
+    if not config.tie_word_embeddings:
+        return Embedding(table), PackedLinear(weights.read_linear([(HEAD, shape)]))
     stored = weights.read(HEAD, *shape)
-    if config.tie_word_embeddings and not torch.equal(stored, table):
+    if not torch.equal(stored, table):
         logger.warning("tie_word_embeddings is true but %s differs from the embedding: the stored head is used", HEAD)
     return Embedding(table), PackedLinear(stored)
 
@@ -55,7 +57,7 @@ def _load_layer(config: ModelConfig, weights: WeightReader, index: int) -> Decod
         return RMSNorm(weights.read(f"{prefix}{name}.weight", size), config.rms_norm_eps)
 
     def linear(names: dict[str, int], width: int, has_bias: bool) -> PackedLinear:
-        weight = weights.read_stacked([(f"{prefix}{name}.weight", (rows, width)) for name, rows in names.items()])
+        weight = weights.read_linear([(f"{prefix}{name}.weight", (rows, width)) for name, rows in names.items()])
         bias = None
         if has_bias:
             bias = weights.read_stacked([(f"{prefix}{name}.bias", (rows,)) for name, rows in names.items()])

@@ -17,6 +17,7 @@ class ModelLoadOptions:
     ``kv_memory_bytes`` None takes what ``max_running_requests`` need at that length, capped by the machine's memory.
     ``page_size`` is in tokens.  ``kv_dtype`` None follows the weights.  ``max_batch_tokens`` is the most prompt
     tokens of a step that is not one long prompt alone.  ``capture_batch_sizes`` empty takes the device's ladder.
+    ``keep_blocks`` keeps quantised weights in their blocks where the device computes from them with the same result.
     """
 
     max_seq_len: int | None = None
@@ -26,3 +27,4 @@ class ModelLoadOptions:
     max_running_requests: int = 64
     max_batch_tokens: int = 2048
     capture_batch_sizes: tuple[int, ...] = ()
+    keep_blocks: bool = True

@@ -45,7 +45,7 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype | None, op
     source = open_tensors(checkpoint)
     entry = source.entries.get(EMBEDDING)
     dtype = choose_dtype(dtype, None if entry is None else entry.dtype, device)
-    weights = WeightReader(source, dtype, device)
+    weights = WeightReader(source, dtype, device, options.keep_blocks)
     decoder = load_decoder(config, weights)
     kv_dtype = options.kv_dtype or dtype
     kv_config = size_kv(config, max_seq_len, kv_dtype, device, options)

@@ -11,12 +11,16 @@ import torch
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """``stored_as`` is the tensor's name in ``file``; ``dtype`` None stands for quantised weights."""
+    """``stored_as`` is the tensor's name in ``file``.
+
+    ``dtype`` None stands for quantised weights, whose GGML type is ``block_kind``.
+    """
 
     shape: tuple[int, ...]
     file: Path
     stored_as: str
     dtype: torch.dtype | None
+    block_kind: str | None = None
 
 
 class TensorSource(ABC):
@@ -28,6 +32,10 @@ class TensorSource(ABC):
     @abstractmethod
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Copies a tensor into ``out`` (of its shape, any dtype and device), row by row in Hugging Face order."""
+
+    def read_blocks(self, name: str) -> torch.Tensor:
+        """A tensor whose entry has a ``block_kind``, as stored: uint8 [rows, bytes], in Hugging Face row order."""
+        raise NotImplementedError(f"{name} is not stored in blocks")
 
     @abstractmethod
     def place_of(self, name: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mstar.kernels.linear import takes_blocks
+from mstar.kernels.panel_formats import BlockRows
 from mstar.model.checkpoint import Checkpoint
 from mstar.model.gguf_source import GGUFSource
 from mstar.model.safetensors_source import SafetensorsSource
@@ -48,11 +50,14 @@ def choose_dtype(asked: torch.dtype | None, stored: torch.dtype | None, device: 
 class WeightReader:
     """Hands out a source's tensors in one dtype on one device, and remembers which were taken.
 
-    ``num_parameters`` and ``num_bytes`` count what was handed out.
+    ``num_parameters`` and ``num_bytes`` count what was handed out.  ``keeps_blocks`` hands quantised matrices of
+    linear layers out as they are stored, where ``PackedLinear`` can compute from them.
     """
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
-        self.source, self.dtype, self.device = source, dtype, device
+    def __init__(
+        self, source: TensorSource, dtype: torch.dtype, device: torch.device, keeps_blocks: bool = True
+    ) -> None:
+        self.source, self.dtype, self.device, self.keeps_blocks = source, dtype, device, keeps_blocks
         self.num_parameters = 0
         self.num_bytes = 0
         self._taken: set[str] = set()
@@ -85,6 +90,21 @@ class WeightReader:
         self.num_parameters += out.numel()
         self.num_bytes += out.nbytes
         return out
+
+    def read_linear(self, parts: Sequence[tuple[str, tuple[int, int]]]) -> torch.Tensor | BlockRows:
+        """As :meth:`read_stacked`, for a weight of :class:`PackedLinear`: in blocks if all parts share their kind."""
+        kinds = {entry.block_kind for name, _ in parts if (entry := self.source.entries.get(name))}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        if not self.keeps_blocks or kind is None or not takes_blocks(kind, self.dtype, self.device):
+            return self.read_stacked(parts)
+        for name, shape in parts:
+            self._check(name, shape)
+        tensors = [self.source.read_blocks(name) for name, _ in parts]
+        data = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        self._taken.update(name for name, _ in parts)
+        self.num_parameters += sum(rows * width for _, (rows, width) in parts)
+        self.num_bytes += data.nbytes
+        return BlockRows(data, kind)
 
     def finish(self) -> None:
         """Closes the source.  LoadError naming a tensor that no part of the model has asked for."""

@@ -46,6 +46,7 @@ class EngineCore:
                 max_running_requests=options.max_running_requests,
                 max_batch_tokens=options.max_batch_tokens,
                 capture_batch_sizes=options.capture_batch_sizes,
+                keep_blocks=options.quantised_weights == "auto",
             ),
         )
         self.engine = Engine(

@@ -193,6 +193,7 @@ class EngineServer:
         log.info("front end %s %s, %d open requests are dropped", front.name, why, len(front.tickets))
         self._cancel_all(front)
         self._fronts.remove(front)
+        self._alone_since = time.monotonic()
 
     def _cancel_all(self, front: Front) -> None:
         for request_id in list(front.tickets.values()):

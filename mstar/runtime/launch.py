@@ -14,6 +14,7 @@ import mstar
 from mstar.runtime.options import EngineOptions
 from mstar.runtime.presence import EngineFolder, EngineRecord
 from mstar.runtime.processes import start_ticks
+from mstar.utils import knobs
 from mstar.utils.errors import LoadError
 
 KEPT_NAMES = frozenset({
@@ -39,7 +40,7 @@ def engine_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str
     return PASSIVE_WAITING | kept
 
 
-def engine_python(environ: Mapping[str, str] = os.environ) -> str:
+def engine_python() -> str:
     """``MSTAR_PYTHON``, which the launcher sets, else the ``python3`` of this interpreter's prefix.
 
     ``sys.executable`` is no help: inside a Triton stub it names the stub.
@@ -47,7 +48,7 @@ def engine_python(environ: Mapping[str, str] = os.environ) -> str:
     Raises:
         LoadError: there is no such file.
     """
-    python = environ.get("MSTAR_PYTHON") or str(Path(sys.prefix) / "bin" / "python3")
+    python = knobs.engine_python() or str(Path(sys.prefix) / "bin" / "python3")
     if not os.access(python, os.X_OK):
         raise LoadError(f"engine interpreter {python} is not executable; set MSTAR_PYTHON to a python3 that has mstar")
     return python

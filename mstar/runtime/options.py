@@ -38,6 +38,14 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         doc="Type of the KV cache; auto follows dtype.",
     ),
     Field(
+        name="quantised_weights",
+        kind="str",
+        default="auto",
+        choices=("auto", "off"),
+        doc="auto leaves Q4_0, Q4_1 and Q8_0 weights of a GGUF quantised on a float32 CPU and dequantises them as they "
+        "are used: less memory read, same result; off dequantises all at load.",
+    ),
+    Field(
         name="max_seq_len",
         kind="int",
         low=2,
@@ -207,6 +215,7 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"
+    quantised_weights: str = "auto"
     max_seq_len: int | None = None
     kv_memory_bytes: int | None = None
     page_size: int = 16

@@ -25,6 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from mstar.runtime.processes import is_alive, start_ticks
+from mstar.utils import knobs
 from mstar.utils.errors import LoadError
 
 Record = TypeVar("Record", bound=msgspec.Struct)
@@ -109,7 +110,7 @@ class EngineFolder:
 
 def base_folder() -> Path:
     """``MSTAR_RUNTIME_DIR``, else a folder of this user in the system's temporary one."""
-    return Path(os.environ.get("MSTAR_RUNTIME_DIR") or Path(tempfile.gettempdir()) / f"mstar-{os.getuid()}")
+    return Path(knobs.runtime_dir() or Path(tempfile.gettempdir()) / f"mstar-{os.getuid()}")
 
 
 def server_folder(server_pid: int) -> Path:

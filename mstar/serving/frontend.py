@@ -76,6 +76,7 @@ class Frontend:
         except MstarError as error:
             self._pool.put_failure(Failure(ticket, error.code, str(error)))
         if self._refusal is not None:  # lost or draining since the check: it may have missed this ticket
+            self._engine.cancel(ticket)
             self._pool.put_failure(Failure(ticket, ErrorCode.UNAVAILABLE, self._refusal))
 
     # The client's receive thread calls these three.

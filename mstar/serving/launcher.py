@@ -96,6 +96,7 @@ def launch(options: LaunchOptions) -> int:
             address=options.address,
             exit_timeout_s=options.exit_timeout_s,
             shm_prefix=shared_memory_prefix(work_dir),
+            log_info=options.log_file is not None or not sys.stderr.isatty(),  # a person wants the warnings
         )
         arguments = server_arguments(server_options, prepare_backend(install, work_dir), options.extra)
         output = stack.enter_context(open_log(options.log_file))

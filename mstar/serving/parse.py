@@ -15,9 +15,11 @@ from mstar.utils.errors import InvalidArgument
 
 # Keys that Triton's own front ends leave among a request's parameters.
 SERVER_KEYS = frozenset({"id", "priority", "timeout", "headers", "binary_data_output"})
-# Headers a server forwards (--http-header-forward-pattern) that have no dash to be told by.
-HEADER_KEYS = frozenset({"accept", "authorization", "baggage", "cookie", "host", "traceparent", "tracestate"})
-
+# Headers a server forwards (--http-header-forward-pattern) and that have no dash to be told by.
+HEADER_KEYS = frozenset({
+    "accept", "authorization", "b3", "baggage", "connection", "cookie", "date", "expect", "forwarded", "from", "host",
+    "origin", "pragma", "range", "referer", "te", "traceparent", "tracestate", "trailer", "upgrade", "via", "warning",
+})  # fmt: skip
 PROMPT_NAMES = frozenset(prompt.name for prompt in contract.PROMPTS)
 
 

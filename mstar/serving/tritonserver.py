@@ -15,6 +15,7 @@ from pathlib import Path
 from mstar.utils.errors import LoadError
 
 IMAGE_BINARY = Path("/opt/tritonserver/bin/tritonserver")
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 OWNED_FLAGS = frozenset(
     {
         "model-repository",
@@ -55,6 +56,7 @@ class ServerOptions:
     address: str = "0.0.0.0"
     exit_timeout_s: int = 60
     shm_prefix: str = "mstar_"
+    log_info: bool = True
 
 
 def find_server(binary: Path | None = None) -> ServerInstall:
@@ -205,7 +207,10 @@ def server_arguments(
         "--backend-config=python,thread-pool-size=64",
         "--backend-config=python,stub-timeout-seconds=120",
         f"--backend-config=python,shm-region-prefix-name={options.shm_prefix}",
+        f"--log-info={str(options.log_info).lower()}",
     ]
+    if not any(device.exists() for device in GPU_DEVICES):
+        defaults.append("--allow-gpu-metrics=false")  # else it reports two errors
     if backend_directory is not None:
         defaults.append(f"--backend-directory={backend_directory}")
     if "model-control-mode" not in {flag_name(argument) for argument in extra}:

@@ -40,6 +40,9 @@ KNOBS: dict[str, Knob] = {
         Knob("MSTAR_NUM_SLOTS", "int", 2, "slots of double-buffered nodes", low=1),
         Knob("MSTAR_KV_DEBUG_ASSERTS", "bool", False, "check page conservation at every commit"),
         Knob("MSTAR_PYTHON", "str", None, "interpreter that runs the engine process"),
+        Knob(
+            "MSTAR_RUNTIME_DIR", "str", None, "folder of engine sockets, logs and records; short, for a socket's path"
+        ),
     )
 }
 
@@ -149,3 +152,8 @@ def kv_debug_asserts() -> bool:
 def engine_python() -> str | None:
     """MSTAR_PYTHON (default unset): the interpreter that runs the engine process."""
     return read_str("MSTAR_PYTHON")
+
+
+def runtime_dir() -> str | None:
+    """MSTAR_RUNTIME_DIR (default unset): folder of engine sockets, logs and records."""
+    return read_str("MSTAR_RUNTIME_DIR")

@@ -33,6 +33,7 @@ def agrees(ids, case):
     return ids[:count] == case["output_ids"][:count]
 
 
+@pytest.mark.timeout(900)
 def test_a_file_of_all_reference_prompts_is_one_batch(tmp_path, golden):
     lines = []
     for case in golden.values():

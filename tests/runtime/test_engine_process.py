@@ -90,9 +90,15 @@ def test_two_front_ends_share_one_engine_and_the_last_to_leave_ends_it(attach):
     heard_second.wait(lambda: 9 in heard_second.ends)
     engine = second.engine
     second.close()
-    wait_until(lambda: not engine.is_alive())
+    wait_until(lambda: not engine.is_alive(), 10)
     assert crashed(os.getpid()) == []
     assert heard_second.lost == []
+
+
+def test_an_engine_leaves_soon_after_a_front_end_that_stayed_a_moment(attach):
+    client, _ = attach()
+    client.close()
+    wait_until(lambda: not client.engine.is_alive(), 10)
 
 
 def test_other_options_are_another_engine_and_a_reload_attaches(attach):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import write_echo_entry
+from repository_entries import write_echo_entry
 from serving_client import GrpcStream, ServerProcess, ask, ask_many
 
 pytestmark = [pytest.mark.server, pytest.mark.model]
@@ -22,9 +22,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     repository = tmp_path_factory.mktemp("repository")
     write_echo_entry(repository, instances=2)
     # server 2.51 counts a model that failed to load as alive when it stops, and waits the whole timeout for it
-    server = ServerProcess(
-        repository, tmp_path_factory.mktemp("server"), ["--disable-auto-complete-config"], exit_timeout_s=2
-    )
+    flags = ["--disable-auto-complete-config", "--http-header-forward-pattern=.*", "--grpc-header-forward-pattern=.*"]
+    server = ServerProcess(repository, tmp_path_factory.mktemp("server"), flags, exit_timeout_s=2)
     yield server
     server.stop()
 
@@ -51,6 +50,17 @@ def test_two_front_ends_share_the_requests(server):
     assert len(stubs(server)) == 2
     answers = ask_many(server, "echo", [{"text_input": f"text {n}", "stream": True} for n in range(8)])
     assert [answer.text for answer in answers] == [f"text {n}" for n in range(8)]
+
+
+def test_forwarded_headers_are_no_unknown_parameters(server):
+    headers = {"traceparent": "00-1", "x-request-id": "7", "authorization": "none"}
+    connection = http.client.HTTPConnection(server.http_address, timeout=30)
+    connection.request("POST", "/v2/models/echo/generate", json.dumps({"text_input": "by http"}), headers)
+    assert json.loads(connection.getresponse().read())["text_output"] == "by http"
+    connection.close()
+    with GrpcStream(server, "echo", headers=headers) as stream:
+        stream.send({"text_input": "by grpc"})
+        assert stream.collect().text == "by grpc"
 
 
 def test_unload_lets_open_streams_end_and_reload_serves_again(server):

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from repository_entries import write_model_entry
 from serving_client import Answer, GrpcStream, ServerProcess, ask, ask_many, events, open_post, post
 
 from mstar.runtime.board import Board
@@ -246,10 +247,10 @@ def test_no_stub_maps_torch(model_server):
 
 
 @pytest.fixture(scope="module")
-def small_server(tmp_path_factory: pytest.TempPathFactory, write_entry) -> Iterator[ServerProcess]:
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Two rows at a time, so that others wait; the last test kills its engine."""
     repository = tmp_path_factory.mktemp("small_repository")
-    write_entry(repository, MODEL, max_running_requests="2")
+    write_model_entry(repository, MODEL, max_running_requests="2")
     server = ServerProcess(repository, tmp_path_factory.mktemp("small_server"))
     yield server
     server.stop()

@@ -70,6 +70,15 @@ def test_the_prompt_comes_back_on_request(echo_server):
     assert ask(echo_server, "echo", text_input="ab", exclude_input_in_output=True).text == "ab"
 
 
+def test_a_prompt_of_ids_or_messages_comes_back_as_text(echo_server):
+    whole = {"exclude_input_in_output": False, "skip_special_tokens": False}
+    ids = ask(echo_server, "echo", text_input="one two", return_token_ids=True).token_ids
+    assert ask(echo_server, "echo", input_ids=ids, **whole).text == "one two" * 2
+    chat = ask(echo_server, "echo", messages='[{"role": "user", "content": "Hi"}]', **whole).text
+    assert chat == 2 * chat[: len(chat) // 2]
+    assert "<|im_start|>user\nHi<|im_end|>\n" in chat
+
+
 # Responses and the final flag
 
 OUTCOMES = {

@@ -30,13 +30,7 @@ input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
 output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]
 instance_group [ { count: 1 kind: KIND_MODEL } ]
 """
-SERVE = """
-import typer
-from mstar.cli.serve import CONTEXT_SETTINGS, serve
-app = typer.Typer()
-app.command(context_settings=CONTEXT_SETTINGS)(serve)
-app()
-"""
+COMMAND = [sys.executable, "-c", "from mstar.cli.main import app; app()", "serve"]
 
 
 class Launched:
@@ -54,7 +48,7 @@ class Launched:
         ports = ["--address=127.0.0.1", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
         files = [f"--repository={repository}", f"--ready-file={self.ready_file}", f"--log-file={folder / 'log'}"]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, *ports, *files, *flags],
+            [*COMMAND, *ports, *files, *flags],
             stderr=subprocess.PIPE,
             text=True,
             env=self.environment,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,19 @@ def test_server_flags_are_passed_through_and_replace_ours(extra: list[str], pres
     arguments = server_arguments(OPTIONS, extra=extra)
     assert present in arguments
     assert absent is None or absent not in arguments
+
+
+def test_information_is_logged_unless_a_person_watches() -> None:
+    assert "--log-info=true" in server_arguments(OPTIONS)
+    assert "--log-info=false" in server_arguments(replace(OPTIONS, log_info=False))
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_gpu_metrics_are_off_where_there_is_no_gpu(
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tritonserver, "GPU_DEVICES", (tmp_path if has_gpu else tmp_path / "absent",))
+    assert ("--allow-gpu-metrics=false" in server_arguments(OPTIONS)) is not has_gpu
 
 
 @pytest.mark.parametrize("extra", [["--http-port=1"], ["--grpc-port", "1"], ["--model-repository=/x"]])

@@ -17,6 +17,7 @@ FUNCTIONS = {
     "MSTAR_NUM_SLOTS": (knobs.num_slots, 2),
     "MSTAR_KV_DEBUG_ASSERTS": (knobs.kv_debug_asserts, False),
     "MSTAR_PYTHON": (knobs.engine_python, None),
+    "MSTAR_RUNTIME_DIR": (knobs.runtime_dir, None),
 }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from mstar.kernels.linear import PackedLinear
+from mstar.kernels.row_ops import silu_mul
 
 
 class GatedMLP(nn.Module):
@@ -17,5 +17,4 @@ class GatedMLP(nn.Module):
         self.gate_up, self.down = gate_up, down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(silu_mul(self.gate_up(x)))

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mstar.kernels.row_ops import add_rms_norm
+
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (https://arxiv.org/abs/1910.07467)."""
@@ -17,8 +19,9 @@ class RMSNorm(nn.Module):
         self.register_buffer("weight", weight)
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+    def forward(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of ``x`` [n, hidden], to which ``delta`` [n, hidden] is added in place first."""
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class HeadNorm(nn.Module):

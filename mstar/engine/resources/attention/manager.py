@@ -17,6 +17,7 @@ from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.static import StepBuffer
 from mstar.engine.resources.step import BucketKey, ResourceStep, StepContext
 from mstar.kernels.attention import GATHER_BYTES, Group, attend, plan_groups, write_kv
+from mstar.kernels.paged_decode import PagedDecode, paged_decode_kernel
 
 
 class AttentionManager(Resource):
@@ -37,6 +38,11 @@ class AttentionManager(Resource):
         self._last_index = StepBuffer(torch.int64, info.device, info.num_slots)
         self._layer = 0
         self._groups: list[Group] = []
+        self._decode_kernel = None
+        if info.device.type == "cpu" and info.dtype == kv.cache.dtype == torch.float32:
+            heads = (kv.config.num_qo_heads, kv.config.num_kv_heads, kv.config.head_dim)
+            self._decode_kernel = paged_decode_kernel(*heads, kv.config.page_size)
+        self._decode: PagedDecode | None = None
         self._key_index = self._value_index = torch.empty(0, dtype=torch.int64)
         self._last_rows: torch.Tensor | None = None
 
@@ -53,17 +59,22 @@ class AttentionManager(Resource):
         plan: KVPlan = ctx.plan_results[self.config.kv_cache]
         self._layer = 0
         self._key_index, self._value_index = plan.key_index, plan.value_index
-        self._groups = plan_groups(
-            plan.starts,
-            plan.spans,
-            plan.page_table,
-            self._kv.config.page_size,
-            causal=step.causal,
-            window=self.config.sliding_window,
-            max_gather=self._max_gather,
-            device=self._device,
-            dtype=self._dtype,
-        )
+        self._decode = None
+        if plan.is_decode and self._decode_kernel is not None:
+            window = self.config.sliding_window
+            self._decode = PagedDecode(self._decode_kernel, plan.kv_lens, plan.page_table, window)
+        else:
+            self._groups = plan_groups(
+                plan.starts,
+                plan.spans,
+                plan.page_table,
+                self._kv.config.page_size,
+                causal=step.causal,
+                window=self.config.sliding_window,
+                max_gather=self._max_gather,
+                device=self._device,
+                dtype=self._dtype,
+            )
         self._last_rows = None
         # A packed capture has the gather in its graph, also when every prompt is one token long.
         is_packed = ctx.slot_lease is not None and ctx.slot_lease.bucket.num_tokens != ctx.slot_lease.bucket.bs
@@ -83,6 +94,8 @@ class AttentionManager(Resource):
         layer = self._layers[self._layer]
         self._layer += 1
         with strict_mode.opaque("attend"):
+            if self._decode is not None:
+                return self._decode.attend(layer, q, k, v)
             write_kv(layer, self._key_index, self._value_index, k, v)
             return attend(self._groups, layer, q, k, v, self._scratch)
 

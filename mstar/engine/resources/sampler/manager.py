@@ -15,7 +15,8 @@ from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, Samp
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.resources.static import StepBuffer
 from mstar.engine.resources.step import BucketKey, ResourceStep, StepContext
-from mstar.kernels.sampling import RowSettings, sample_rows
+from mstar.kernels.sampling import RowSettings
+from mstar.kernels.sampling_cpu import draw_kernel, sample_rows
 from mstar.utils import knobs
 
 # Settings that stay as they are while a request runs: host master dtype, value of a row in nobody's use.
@@ -43,6 +44,7 @@ class SamplerManager(Resource):
             spec, enable_repetion_penalty=False, max_repetition_window=0, min_tokens_stop_ids=()
         )
         self._device = info.device
+        draw_kernel()  # compiled at load, not in the first step
         rows = info.total_rows
         self._settings = {name: np.full(rows, idle, dtype) for name, (dtype, _, idle) in _SETTINGS.items()}
         self.offset = torch.zeros(rows, dtype=torch.int64, device=info.device)
