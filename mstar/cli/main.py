@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from mstar.cli.errors import MstarGroup
 from mstar.cli.generate import generate
 from mstar.cli.lazy import LazyGroup
 from mstar.cli.serve import CONTEXT_SETTINGS, serve
+from mstar.runtime.launch import thread_waiting
 
 
 class BenchGroup(LazyGroup):
@@ -40,6 +42,7 @@ def main(
     ] = False,
 ) -> None:
     """Language models behind NVIDIA Triton Inference Server, streaming token by token."""
+    os.environ.update(thread_waiting())  # before a command loads torch
 
 
 app.command("serve", context_settings=CONTEXT_SETTINGS)(serve)

@@ -248,7 +248,8 @@ class EngineClient:
             self._listener.on_failed(message.ticket, ErrorCode(message.code), message.message)
 
     def _lose(self, message: str) -> None:
-        log.error("%s", message)
+        level = logging.INFO if self._board.is_draining else logging.ERROR
+        log.log(level, "%s", message)
         self._lost = message
         try:
             self._listener.on_engine_lost(message)

@@ -13,7 +13,7 @@ import numpy as np
 from mstar.conductor.report import Failure, StepReport
 from mstar.conductor.request import EngineRequest
 from mstar.runtime.client import EngineClient
-from mstar.runtime.launch import PASSIVE_WAITING
+from mstar.runtime.launch import thread_waiting
 from mstar.runtime.messages import Welcome
 from mstar.runtime.options import EngineOptions, FrontOptions
 from mstar.utils.errors import EngineFault, ErrorCode
@@ -45,14 +45,12 @@ class Driver(Protocol):
 class InProcess:
     """An engine in this process: :meth:`poll` runs a step.
 
-    Unless torch is loaded already or the environment says otherwise, its threads wait passively (measured with one
-    busy process beside it on two cores: 90 ms a step instead of 800; alone it costs up to a fifth).
+    Unless torch is loaded already, its compute threads wait as an engine process's do.
     """
 
     def __init__(self, options: EngineOptions) -> None:
         if "torch" not in sys.modules:
-            for name, value in PASSIVE_WAITING.items():
-                os.environ.setdefault(name, value)
+            os.environ.update(thread_waiting())
         from mstar.runtime.core import EngineCore  # here, because a child's parent needs no torch
 
         self.core = EngineCore(options)

@@ -36,6 +36,7 @@ WATCH_INTERVAL_S = 0.25
 HEALTH_INTERVAL_S = 5.0
 HEALTH_FAILURES = 3  # unanswered liveness probes in a row before a server counts as hung
 EXIT_MARGIN_S = 15.0  # past its own exit timeout, before a server that drains by itself is killed
+SEND_MARGIN_S = 0.5
 EXIT_PATIENCE_S = 2.0  # for a drained server, which may wait for idle connections
 ORPHAN_PATIENCE_S = 5.0  # an engine ends by itself once the server is gone
 FOLDER_PREFIX = "mstar-serve-"
@@ -208,18 +209,24 @@ class Launcher:
         Told to stop, the server itself goes on taking gRPC requests while a single idle HTTP connection is open,
         until its exit timeout ends them all: so it is drained first and told then.
         After a failure the streams of a dead stub never end, so it is only waited for while a stub lives.
+        The engines are told to drain too: they end what still runs after their own drain time, and once they are gone
+        only idle client streams can keep a model from being unloaded.
         """
         deadline = time.monotonic() + self._options.exit_timeout_s
         models = self._control.busy_models()
         unloading = [self._control.unload(name) for name in models or ()]
         if models is None or not all(unloading):  # another model control mode: the server drains as it can
             return self._terminate(self._options.exit_timeout_s + EXIT_MARGIN_S)
+        has_engines = self._presence.drain_engines()
         while not self._process.has_ended():
             number = self._process.wait_signal(WATCH_INTERVAL_S)
             if number is not None:
                 self._say(f"second {signal.Signals(number).name}: stopping at once")
                 return False
             if self._control.busy_models() == [] or (failed and not self._presence.has_live_stubs()):
+                return True
+            if has_engines and not self._presence.has_live_engines():
+                self._process.wait_signal(SEND_MARGIN_S)  # the last responses are on their way
                 return True
             if time.monotonic() >= deadline:
                 self._say(f"not drained within {self._options.exit_timeout_s} s: stopping at once")

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 
-from mstar.runtime.presence import EngineFolder, crashed, engine_folders, server_folder
+from mstar.runtime.board import Board, Slot, StaleCheck
+from mstar.runtime.client import BEAT_STALE_S
+from mstar.runtime.presence import EngineFolder, EngineRecord, crashed, engine_folders, server_folder
 
 LOG_BYTES = 65536
 
@@ -15,14 +22,43 @@ class Presence:
     def __init__(self, server_pid: int) -> None:
         self._server_pid = server_pid
         self._folder = server_folder(server_pid)
+        self._beats: dict[Path, tuple[Board, StaleCheck]] = {}
 
     def lost(self) -> list[str]:
-        """Engines and stubs that are gone without having signed off, each in a few words."""
-        return crashed(self._server_pid)
+        """Engines and stubs that are gone without having signed off or do not move, each in a few words."""
+        return crashed(self._server_pid) + self._stale_engines()
+
+    def _stale_engines(self) -> list[str]:
+        stale = []
+        for folder in self._folders():
+            engine = folder.engine()
+            if engine is None or not engine.is_alive():
+                self._beats.pop(folder.path, None)  # the next engine of this folder has a board of its own
+                continue
+            if folder.path not in self._beats:
+                try:
+                    self._beats[folder.path] = Board.open(folder.board_path), StaleCheck(BEAT_STALE_S)
+                except OSError:  # it has just been started
+                    continue
+            board, check = self._beats[folder.path]
+            if check.is_stale(board[Slot.BEAT_NS]):
+                stale.append(f"engine {engine.name} (pid {engine.pid}), no beat for {BEAT_STALE_S:g} s")
+        return stale
 
     def has_live_stubs(self) -> bool:
         """Whether a stub that has not signed off still runs."""
         return any(folder.has_living_fronts() for folder in self._folders())
+
+    def has_live_engines(self) -> bool:
+        return any(self._live_engines())
+
+    def drain_engines(self) -> bool:
+        """Tells every engine to take no more requests, end those it has, and leave; whether there is any."""
+        engines = list(self._live_engines())
+        for engine in engines:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine.pid, signal.SIGTERM)
+        return bool(engines)
 
     def crash_logs(self, lines: int = 20) -> dict[str, list[str]]:
         """The last lines that each crashed engine wrote, by engine name; engines without output are left out."""
@@ -38,6 +74,10 @@ class Presence:
     def remove(self) -> None:
         """Remove the files, once the server and all it started are gone."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _live_engines(self) -> Iterator[EngineRecord]:
+        engines = (folder.engine() for folder in self._folders())
+        return (engine for engine in engines if engine is not None and engine.is_alive())
 
     def _folders(self) -> list[EngineFolder]:
         return engine_folders(self._server_pid)

@@ -6,7 +6,7 @@ import pytest
 
 import mstar
 from mstar.runtime.cpus import physical_cores
-from mstar.runtime.launch import engine_environment, engine_python
+from mstar.runtime.launch import SPIN_COUNT, engine_environment, engine_python
 from mstar.utils.errors import LoadError
 
 
@@ -20,9 +20,12 @@ def test_the_stubs_loader_and_interpreter_settings_stay_behind():
     assert environ.get("PYTHONPATH") in (None, str(Path(mstar.__file__).resolve().parents[1]))
 
 
-def test_threads_wait_passively_unless_the_operator_says_otherwise():
-    assert engine_environment({})["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert engine_environment({"OMP_WAIT_POLICY": "ACTIVE"})["OMP_WAIT_POLICY"] == "ACTIVE"
+def test_threads_spin_briefly_unless_the_operator_says_otherwise():
+    assert engine_environment({})["GOMP_SPINCOUNT"] == SPIN_COUNT
+    assert engine_environment({"GOMP_SPINCOUNT": "7"})["GOMP_SPINCOUNT"] == "7"
+    told = engine_environment({"OMP_WAIT_POLICY": "ACTIVE"})
+    assert told["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in told  # it would outdo the policy
 
 
 def test_the_interpreter_is_named_or_this_prefixs(monkeypatch):
