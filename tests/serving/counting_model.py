@@ -21,7 +21,8 @@ class TritonPythonModel:
         self._name = f"{args['model_instance_name']}-{os.getpid()}"
         self._folder = open_engine_folder(os.getppid(), "counter", "0")
         self._folder.sign_on(self._name)
-        self._engine = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        drains = ["env", "--ignore-signal=TERM"]  # as an engine that still has requests
+        self._engine = subprocess.Popen([*drains, "sleep", "1000"], start_new_session=True)
         self._folder.write_engine(
             EngineRecord(pid=self._engine.pid, started=start_ticks(self._engine.pid), name="counter")
         )
