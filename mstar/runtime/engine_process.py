@@ -24,7 +24,6 @@ from mstar.utils.errors import MstarError
 
 log = logging.getLogger("mstar.engine")
 
-DRAIN_TIMEOUT_S = 20.0  # after SIGTERM
 LOAD_ERROR_EXIT_CODE = 3
 
 
@@ -69,7 +68,7 @@ def _load_and_serve(name: str, folder: EngineFolder, socket: zmq.Socket[bytes], 
     gc.collect()
     gc.freeze()  # a collection over the model's objects would show as a late step
     serving = EngineServer(core, folder, socket, server, board)
-    signal.signal(signal.SIGTERM, lambda *_: serving.drain(DRAIN_TIMEOUT_S))
+    signal.signal(signal.SIGTERM, lambda *_: serving.drain(options.drain_timeout_s))
     serving.run()
     return 0
 

@@ -126,6 +126,15 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         unit="s",
         doc="An engine whose step takes longer than this, and than 20 times its longest one, ends itself.",
     ),
+    Field(
+        name="drain_timeout_s",
+        kind="float",
+        default=20.0,
+        low=0.0,
+        high=86400.0,
+        unit="s",
+        doc="How long requests may go on when the server stops or the model unloads; then they end with UNAVAILABLE.",
+    ),
 )
 
 FRONT_OPTIONS: tuple[Field, ...] = (
@@ -181,15 +190,6 @@ FRONT_OPTIONS: tuple[Field, ...] = (
         unit="s",
         doc="Longest wait for the engine to load the model.",
     ),
-    Field(
-        name="drain_timeout_s",
-        kind="float",
-        default=20.0,
-        low=0.0,
-        high=86400.0,
-        unit="s",
-        doc="How long running requests may go on when the model is unloaded.",
-    ),
 )
 
 OPTIONS: tuple[Field, ...] = ENGINE_OPTIONS + FRONT_OPTIONS
@@ -226,6 +226,7 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     capture_batch_sizes: tuple[int, ...] = ()
     num_threads: int = 0
     step_timeout_s: float = 60.0
+    drain_timeout_s: float = 20.0
 
     def key(self) -> str:
         """12 hex digits that two engines share only if all their options agree."""
@@ -242,7 +243,6 @@ class FrontOptions(_Options, frozen=True, kw_only=True):
     default_top_p: float = 1.0
     response_threads: int = 4
     load_timeout_s: float = 1800.0
-    drain_timeout_s: float = 20.0
 
 
 def parse_options(mapping: Mapping[str, Any]) -> tuple[EngineOptions, FrontOptions]:

@@ -34,7 +34,7 @@ class TritonPythonModel:
             os.getppid(), options.engine or args["model_name"], engine_options, load_timeout_s=options.load_timeout_s
         )
         self._frontend = Frontend(
-            self._client, num_senders=options.response_threads, drain_timeout_s=options.drain_timeout_s
+            self._client, num_senders=options.response_threads, drain_timeout_s=engine_options.drain_timeout_s
         )
         try:
             self._client.start(self._frontend)
