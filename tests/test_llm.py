@@ -86,6 +86,29 @@ def test_streamed_pieces_join_to_the_completion(llm):
         assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
 
+def test_a_prompt_that_ends_inside_a_character_is_not_repeated(llm):
+    tokenizer = llm.front.tokenizer
+    byte_ids = {
+        tokenizer.token_bytes(id): id for id in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(id)) == 1
+    }
+    ids = [*tokenizer.encode("Hello world "), *(byte_ids[bytes([byte])] for byte in b"\xf0\x9f\x8c")]
+    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    (whole,) = llm.generate([{"prompt_ids": ids}], params)
+    pieces = list(llm.stream({"prompt_ids": ids}, params))
+    assert len(whole.output_ids) == 8
+    assert whole.text == "".join(piece.text for piece in pieces) == tokenizer.decode(whole.output_ids)
+    assert not whole.text.startswith(("Hello", "\ufffd"))
+
+
+def test_top_k_from_the_vocabulary_up_is_off(llm):
+    shared = {"temperature": 1, "max_tokens": 8, "seed": 3, "ignore_eos": True}
+    values = [0, None, -1, llm.front.vocab_size, llm.front.vocab_size + 1, 2**31 - 1, 2**31, 2**63 - 1]
+    done = llm.generate([{"prompt": "Once upon a time", "top_k": value} for value in values], shared)
+    assert len({tuple(completion.output_ids) for completion in done}) == 1
+    with pytest.raises(InvalidArgument, match=r"^top_k: "):
+        llm.generate({"prompt": "One", "top_k": 2**63})
+
+
 def test_a_closed_stream_frees_its_row_and_others_go_on(llm):
     beside = llm.stream("One two three", GREEDY)
     first = next(beside)
@@ -102,7 +125,7 @@ def test_a_seed_repeats_and_no_seed_does_not(llm):
         params = SamplingParams(temperature=1.5, max_tokens=16, seed=seed, ignore_eos=True)
         return [tuple(c.output_ids) for c in llm.generate(["Once upon a time"] * count, params)]
 
-    assert len({*ids(5), *ids("5"), *ids(np.int64(5))}) == 1
+    assert len({*ids(5), *ids(5, 1), *ids("5", 5), *ids(5.0), *ids(np.int64(5))}) == 1
     assert len({*ids(5), *ids(6)}) == 2
     assert len(set(ids(None, 3))) == 3
 

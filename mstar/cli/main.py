@@ -17,6 +17,8 @@ from mstar.runtime.launch import thread_waiting
 
 
 class BenchGroup(LazyGroup):
+    """The commands under ``mstar bench``."""
+
     targets = {"offline": "mstar.cli.bench.offline:offline", "serve": "mstar.cli.bench.serve:serve"}
 
 

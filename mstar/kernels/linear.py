@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from mstar.kernels.panel_formats import BLOCK_FORMATS, FLOAT, BlockRows, PanelFormat
-from mstar.kernels.panel_gemm import panel_kernel
+from mstar.kernels.cpu.panel_formats import BLOCK_FORMATS, FLOAT, BlockRows, PanelFormat
+from mstar.kernels.cpu.panel_gemm import panel_kernel
 
 Backend = Literal["auto", "panel", "torch"]
 

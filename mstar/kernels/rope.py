@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from mstar.kernels.cpu.jit import Worker, words
+from mstar.kernels.cpu.row_ops_ir import rotate_ir
+from mstar.kernels.cpu.rows import row_kernel, row_threads
 from mstar.utils.errors import shorten
 
 
@@ -50,6 +54,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bo
     Returns:
         A new tensor like ``x``.
     """
+    n, heads, dim = x.shape
+    if interleave or not (x.is_cpu and x.dtype is torch.float32 and x.stride()[1:] == (dim, 1)):
+        return rotate_reference(x, cos, sin, interleave)
+    kernel = _rotate_kernel(dim, cos.shape[-1])
+    if kernel is None or not (cos.is_contiguous() and sin.is_contiguous()):
+        return rotate_reference(x, cos, sin, interleave)
+    out = torch.empty(x.shape)
+    addresses = [tensor.data_ptr() for tensor in (x, cos, sin, out)]
+    kernel(words(n, heads, x.stride(0), *addresses), row_threads(n))
+    return out
+
+
+def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
+    """What :func:`rotate` must equal within float error."""
     rotary_dim = cos.shape[-1]
     head = x if rotary_dim == x.shape[-1] else x[..., :rotary_dim]
     if interleave:
@@ -58,6 +76,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bo
         swapped = head.roll(rotary_dim // 2, -1)
     rotated = torch.addcmul(head * cos, swapped, sin)
     return rotated if head is x else torch.cat((rotated, x[..., rotary_dim:]), -1)
+
+
+@functools.cache
+def _rotate_kernel(dim: int, rotary_dim: int) -> Worker | None:
+    run = math.gcd(rotary_dim // 2, dim)  # halves, and what is left of a head, are whole vectors
+    return row_kernel("rotary embedding", run, lambda lanes: rotate_ir(dim, rotary_dim, lanes))
 
 
 def _default(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:

@@ -6,18 +6,14 @@ on a CPU, however few rows it has.  There one kernel takes the place of two or t
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-from mstar.kernels.cpu_jit import Worker, make_or_warn, vector_lanes
-from mstar.kernels.row_ops_ir import add_rms_norm_ir, silu_mul_ir
-
-ROWS_PER_THREAD = 16  # below, waking a thread costs more than it takes over
-_Three, _Five = ctypes.c_int64 * 3, ctypes.c_int64 * 5
+from mstar.kernels.cpu.jit import Worker, words
+from mstar.kernels.cpu.row_ops_ir import add_rms_norm_ir, silu_mul_ir
+from mstar.kernels.cpu.rows import row_kernel, row_threads
 
 
 def add_rms_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,7 +30,7 @@ def add_rms_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tens
         return add_rms_norm_reference(x, delta, weight, eps)
     out = torch.empty_like(x)
     delta_address = 0 if delta is None else delta.data_ptr()
-    kernel(_Five(rows, x.data_ptr(), delta_address, weight.data_ptr(), out.data_ptr()), _threads(rows))
+    kernel(words(rows, x.data_ptr(), delta_address, weight.data_ptr(), out.data_ptr()), row_threads(rows))
     return out
 
 
@@ -54,7 +50,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if kernel is None:
         return silu_mul_reference(gate_up)
     out = gate_up.new_empty(rows, width // 2)
-    kernel(_Three(rows, gate_up.data_ptr(), out.data_ptr()), _threads(rows))
+    kernel(words(rows, gate_up.data_ptr(), out.data_ptr()), row_threads(rows))
     return out
 
 
@@ -68,25 +64,11 @@ def _suits(x: torch.Tensor) -> bool:
     return x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
 
 
-def _threads(rows: int) -> int:
-    return 1 if rows < ROWS_PER_THREAD else min(torch.get_num_threads(), rows // ROWS_PER_THREAD)
-
-
 @functools.cache
 def _norm_kernel(dim: int, eps: float, has_delta: bool) -> Worker | None:
-    return _kernel("RMS norm", dim, lambda lanes: add_rms_norm_ir(dim, eps, has_delta, lanes))
+    return row_kernel("RMS norm", dim, lambda lanes: add_rms_norm_ir(dim, eps, has_delta, lanes))
 
 
 @functools.cache
 def _silu_kernel(dim: int) -> Worker | None:
-    return _kernel("SwiGLU", dim, lambda lanes: silu_mul_ir(dim, lanes))
-
-
-def _kernel(what: str, dim: int, source: Callable[[int], str]) -> Worker | None:
-    def make() -> Worker:
-        lanes = vector_lanes()
-        if dim % lanes:
-            raise OSError(f"{dim} elements a row are no multiple of {lanes} lanes")
-        return Worker(source(lanes))
-
-    return make_or_warn(what, make)
+    return row_kernel("SwiGLU", dim, lambda lanes: silu_mul_ir(dim, lanes))

@@ -67,4 +67,5 @@ def generation_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def eos_of_generation(raw: Mapping[str, Any], file: str) -> frozenset[int]:
+    """The end tokens of ``generation_config.json``; none where it names none."""
     return read_ids(raw, "eos_token_id", file)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from mstar.kernels.cpu.panel_formats import BlockRows
 from mstar.kernels.linear import takes_blocks
-from mstar.kernels.panel_formats import BlockRows
 from mstar.model.checkpoint import Checkpoint
 from mstar.model.gguf_source import GGUFSource
 from mstar.model.safetensors_source import SafetensorsSource

@@ -15,6 +15,8 @@ SLOTS = 64
 
 
 class EngineState(IntEnum):
+    """How far an engine is in its life."""
+
     STARTING = 0
     READY = 1
     DRAINING = 2

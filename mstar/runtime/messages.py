@@ -43,6 +43,8 @@ class Bye(_Message, frozen=True, array_like=True, tag=True):
 
 
 class Submit(_Message, frozen=True, array_like=True, tag=True):
+    """Asks for a request to run under ``ticket``, the stub's own number for it."""
+
     ticket: int
     request: EngineRequest
 

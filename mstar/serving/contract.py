@@ -98,7 +98,7 @@ INPUTS = (*PROMPTS, *OPTIONS, SAMPLING_PARAMETERS)
 OUTPUTS = (
     Tensor("text_output", "STRING", LIST, "New text when streaming (may be empty on the last), else all of it."),
     Tensor("output_ids", "INT32", LIST, "New token ids; only with return_token_ids."),
-    Tensor("finish_reason", "STRING", LIST, "stop, length or timeout; on the last response."),
+    Tensor("finish_reason", "STRING", LIST, "stop or length; on the last response."),
     Tensor("num_input_tokens", "UINT32", SCALAR, "Length of the prompt.", unit="tokens"),
     Tensor("num_output_tokens", "UINT32", SCALAR, "Tokens new in this response; the sum is the usage.", unit="tokens"),
 )

@@ -54,10 +54,18 @@ def test_a_file_of_all_reference_prompts_is_one_batch(tmp_path, golden):
 
 def test_a_single_prompt_streams_the_same_text(golden):
     case = golden["en_capital"]
-    options = ["--prompt-ids", ",".join(map(str, case["prompt_ids"])), "--max-tokens", 8, *GREEDY]
+    options = ["--prompt-ids", ",".join(map(str, case["prompt_ids"])), "--max-tokens", 48, "--ignore-eos", *GREEDY]
     (result,) = [json.loads(line) for line in run(*options, "--json").splitlines()]
-    assert result["output_ids"] == case["output_ids"][:8]
+    assert result["output_ids"] == case["output_ids"]
     assert run(*options) == result["text"] + "\n"
+
+
+def test_a_chat_gets_the_templates_prompt_and_ends_at_its_end_token(golden):
+    case = golden["chat_hello"]
+    result = json.loads(run("--messages", json.dumps(case["messages"]), "--max-tokens", 48, "--json", *GREEDY))
+    assert result["num_input_tokens"] == len(case["prompt_ids"])
+    assert result["output_ids"] == case["output_ids"][: case["eos_at"]]
+    assert result["finish_reason"] == "stop"
 
 
 def test_a_stop_string_ends_the_text(golden):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from mstar.cli.main import app
 from mstar.runtime.options import OPTIONS
 from mstar.serving.contract import INPUTS, OUTPUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+COMMANDS = set(typer.main.get_command(app).commands)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -20,9 +24,36 @@ def test_tensor_stands_in_its_table_with_type_and_shape(tensor) -> None:
     assert f"| `{tensor.name}` | {tensor.dtype} [{tensor.dims[0]}] |" in README
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_option_stands_in_a_table(option) -> None:
-    assert re.search(rf"^\|[^|]*`{option.name}`", README, re.MULTILINE)
+def rows_of(heading: str) -> list[list[str]]:
+    """The cells of every table row below ``| heading |``, to the end of that table."""
+    tables = re.findall(rf"^\| {heading} \|.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.MULTILINE)
+    assert tables, heading
+    return [
+        [cell.strip() for cell in line.strip("|\n").split(" | ")] for table in tables for line in table.splitlines()
+    ]
+
+
+@pytest.mark.parametrize(("heading", "tensors"), [("input", INPUTS), ("output", OUTPUTS)])
+def test_a_table_names_the_tensors_there_are_in_their_order(heading: str, tensors: Any) -> None:
+    assert [row[0].strip("`") for row in rows_of(heading)] == [tensor.name for tensor in tensors]
+
+
+def test_the_option_tables_name_the_options_there_are_with_their_defaults() -> None:
+    shown: dict[str, str] = {}
+    for names, default, *_ in rows_of("option"):
+        found = re.findall(r"`(\w+)`", names)
+        defaults = default.strip("`").split(", ")
+        shown |= dict(zip(found, defaults * len(found) if len(defaults) == 1 else defaults, strict=False))
+    assert set(shown) == {option.name for option in OPTIONS}
+    for option in OPTIONS:
+        if option.default not in (None, ()):
+            assert shown[option.name] in (str(option.default), str(option.default).removesuffix(".0")), option.name
+
+
+def test_the_default_length_of_the_shipped_entry_is_the_one_the_readme_states() -> None:
+    config = (ROOT / "model_repository" / "smollm2" / "config.pbtxt").read_text()
+    (shipped,) = re.findall(r'^parameters { key: "default_max_tokens" .*"(\d+)"', config, re.MULTILINE)
+    assert f"unset ({shipped} in `smollm2`)" in README
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -37,11 +68,18 @@ def test_named_files_and_functions_exist(document: Path) -> None:
     text = document.read_text()
     for name in re.findall(r"`((?:serving|runtime|conductor|engine|text)/\w+\.py)`", text):
         assert (ROOT / "mstar" / name).exists(), name
+    source = "\n".join(path.read_text() for path in (ROOT / "mstar").rglob("*.py"))
     for owner, method in re.findall(r"`(\w+)\.(\w+)`", text):
         if owner[0].isupper():
-            source = "\n".join(path.read_text() for path in (ROOT / "mstar").rglob("*.py"))
-            assert re.search(rf"class {owner}\b", source), owner
-            assert re.search(rf"def {method}\b", source), method
+            bodies = re.findall(rf"^class {owner}\b(.*?)(?=^\S|\Z)", source, re.MULTILINE | re.DOTALL)
+            assert any(f"    def {method}(" in body for body in bodies), f"{owner}.{method}"
+    for command in re.findall(r"`mstar (\w+)", text):
+        assert command in COMMANDS, command
+
+
+def test_the_architecture_page_names_the_commands_there_are() -> None:
+    (named,) = re.findall(r"the commands (.*?) \|", (ROOT / "docs" / "architecture.md").read_text())
+    assert set(re.findall(r"`(\w+)`", named)) == COMMANDS
 
 
 def test_make_targets_that_the_readme_names_exist() -> None:

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from mstar.kernels.cpu.panel_formats import BLOCK_FORMATS, BlockRows
+from mstar.kernels.cpu.panel_gemm import panel_kernel
 from mstar.kernels.linear import MAX_ROWS, PackedLinear, linear_reference, takes_blocks
-from mstar.kernels.panel_formats import BLOCK_FORMATS, BlockRows
-from mstar.kernels.panel_gemm import panel_kernel
 
 pytestmark = pytest.mark.skipif(panel_kernel() is None, reason="no panel kernel")
 

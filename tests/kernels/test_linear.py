@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
+from mstar.kernels.cpu.panel_gemm import panel_kernel
 from mstar.kernels.linear import MAX_ROWS, PackedLinear, linear_reference
-from mstar.kernels.panel_gemm import panel_kernel
 
 ROWS = [1, 2, 3, 4, 5, 7, 8, 12, 16, 31, 32, 64, 100]
 # SmolLM2's projections scaled down (qkv, o, gate-up, down, head), then sizes that fill no panel or vector.

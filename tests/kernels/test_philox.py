@@ -4,17 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from philox_vectors import WORDS
 
 from mstar.kernels.philox import philox_words
-
-VECTORS = [
-    (0, 0, 0, 0x6627E8D5),
-    (42, 0, 5, 0x7B835ADF),
-    (42, 1, 5, 0x98712BB9),
-    (42, 0, 6, 0xBC7AB43E),
-    (4986890812388105367, 3, 49151, 0x76A606E8),
-    (2**63 - 1, 2**32, 7, 0x95CBF522),
-]
 
 
 def philox_in_python(seed, offset, token):
@@ -30,13 +22,13 @@ def philox_in_python(seed, offset, token):
     return c[0]
 
 
-@pytest.mark.parametrize(("seed", "offset", "token", "word"), VECTORS)
+@pytest.mark.parametrize(("seed", "offset", "token", "word"), WORDS)
 def test_known_words(seed, offset, token, word):
     assert philox_words(np.array([seed]), np.array([offset]), np.array([token])).tolist() == [word]
 
 
 def test_known_words_side_by_side():
-    seed, offset, token, words = (list(column) for column in zip(*VECTORS, strict=True))
+    seed, offset, token, words = (list(column) for column in zip(*WORDS, strict=True))
     assert philox_words(np.array(seed), np.array(offset), np.array(token)).tolist() == words
 
 

@@ -38,7 +38,7 @@ def reference(dim, theta, scaling):
 
 @pytest.mark.parametrize(("dim", "theta", "scaling"), CASES)
 def test_tables_equal_transformers(dim, theta, scaling):
-    positions = torch.cat((torch.arange(300), torch.arange(0, 131072, 997)))
+    positions = torch.cat((torch.arange(300), torch.tensor([8191, 8192, 32767]), torch.arange(0, 131072, 997)))
     cos, sin = rope.cos_sin(positions, rope.inverse_frequencies(dim, theta, scaling), interleave=False)
     expected_cos, expected_sin = reference(dim, theta, scaling)(torch.zeros(1), positions[None])
     half = dim // 2
@@ -107,3 +107,22 @@ def test_rotation_turns_each_pair_by_its_angle(interleave):
     torch.testing.assert_close(rotated[..., first].double(), turned.real, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rotated[..., second].double(), turned.imag, rtol=1e-5, atol=1e-5)
     assert torch.equal(rotated[..., 16:], x[..., 16:])
+
+
+@pytest.mark.parametrize(("dim", "rotary_dim"), [(64, 64), (128, 64), (128, 96), (24, 16)])  # the last fills no vectors
+@pytest.mark.parametrize("rows", [0, 1, 5, 40])
+def test_rotation_of_strided_heads_equals_the_reference(dim, rotary_dim, rows):
+    heads = torch.randn(rows, 7, dim)
+    tables = rope.cos_sin(torch.arange(rows) * 17, rope.inverse_frequencies(rotary_dim, 10_000.0, None), False)
+    for x in (heads, heads[:, :5], heads[:, 5:], heads.transpose(0, 1).contiguous().transpose(0, 1)):
+        rotated, expected = rope.rotate(x, *tables, False), rope.rotate_reference(x, *tables, False)
+        torch.testing.assert_close(rotated, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_row_rotates_to_the_same_bits_in_every_batch():
+    x = torch.randn(70, 3, 64)
+    cos, sin = rope.cos_sin(torch.arange(70) * 5, rope.inverse_frequencies(64, 10_000.0, None), False)
+    whole = rope.rotate(x, cos, sin, False)
+    for row in (0, 1, 33, 69):
+        one = slice(row, row + 1)
+        assert torch.equal(rope.rotate(x[one], cos[one], sin[one], False), whole[one])

@@ -5,29 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_rows import DEFAULTS, rows_of
 
 from mstar.kernels import sampling
-from mstar.kernels.sampling import RowSettings, keep_floor, neg_log_noise, race, sample_rows, scaled_scores
+from mstar.kernels.sampling import keep_floor, neg_log_noise, race, sample_rows, scaled_scores
 
-DEFAULTS = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "top_p_first": False,
-    "top_p_min_keep": 1,
-    "seed": 42,
-    "offset": 0,
-}
-DTYPES = {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32, "top_p_first": torch.bool}
 SKEWED = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-
-
-def rows_of(*rows):
-    rows = [DEFAULTS | row for row in rows]
-    return RowSettings(
-        *(torch.tensor([row[n] for row in rows], dtype=DTYPES.get(n, torch.int64)) for n in RowSettings._fields)
-    )
 
 
 def draw(logits, *rows, apply_filters=True):

@@ -20,8 +20,8 @@ def write_echo_entry(repository: Path, instances: int = 1, **options: str) -> No
     )
 
 
-def write_model_entry(repository: Path, name: str, **options: str) -> None:
+def write_model_entry(repository: Path, name: str, instances: int = 1, **options: str) -> None:
     """A repository entry of SmolLM2."""
     shutil.copytree(SHIPPED / "1", repository / name / "1", ignore=shutil.ignore_patterns("__pycache__"))
-    config = render_config({"model": "smollm2-135m", "device": "auto", **options})
+    config = render_config({"model": "smollm2-135m", "device": "auto", **options}, instances=instances)
     (repository / name / "config.pbtxt").write_text(config)

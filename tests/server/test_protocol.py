@@ -31,7 +31,7 @@ def assert_serves(server: ServerProcess) -> None:
 # Text
 
 
-@pytest.mark.parametrize("text", [MIXED, "🫠🫠🫠", "e\u0301 x" * 5, "龜ď" * 10])
+@pytest.mark.parametrize("text", [MIXED, "🫠🫠🫠", "e\u0301 x" * 5, "龜ď" * 10, " "])
 def test_streamed_text_is_the_single_responses_text(echo_server, text):
     streamed = ask(echo_server, "echo", text_input=text, stream=True)
     single = ask(echo_server, "echo", text_input=text)
@@ -47,6 +47,15 @@ def test_stop_string_across_tokens_never_leaks(echo_server):
         answer = ask(echo_server, "echo", text_input="say ABC DEFGHIJ and more", stop_words=["DEFGHIJ"], stream=stream)
         assert answer.text == "say ABC "
         assert answer.finish_reason == "stop"
+
+
+def test_an_answer_cut_inside_a_character_keeps_the_word_before_it(echo_server):
+    ids = ask(echo_server, "echo", text_input="a party🎉", return_token_ids=True).token_ids
+    for stream in (True, False):
+        answer = ask(echo_server, "echo", input_ids=ids, max_tokens=len(ids) - 1, stream=stream)
+        assert answer.text == "a party\ufffd"
+        assert answer.finish_reason == "length"
+        assert answer.usage == len(ids) - 1
 
 
 def test_nul_and_what_follows_it_come_through(echo_server):
@@ -192,6 +201,7 @@ BAD_VALUES = [
     ({"text_input": "a", "temperature": float("nan")}, "temperature"),
     ({"text_input": "a", "temperature": float("inf")}, "temperature"),
     ({"text_input": "a", "top_p": 0.0}, "top_p"),
+    ({"text_input": "a", "top_p": float("nan")}, "top_p"),
     ({"text_input": "a", "top_p": 1.5}, "top_p"),
     ({"text_input": "a", "top_k": -2}, "top_k"),
     ({"text_input": "a", "seed": 2**63}, "seed"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mstar.serving import contract
 from mstar.serving.parse import ParsedRequest, RawRequest, parse
 from mstar.utils.errors import InvalidArgument
 
@@ -83,6 +84,17 @@ def test_all_forms_of_a_value_agree(source):
     assert asked.stream
 
 
+@pytest.mark.parametrize("tensor", contract.OPTIONS, ids=lambda tensor: tensor.name)
+def test_every_option_may_come_as_tensor_in_json_or_as_parameter(tensor):
+    value = {"BOOL": tensor.name != "skip_special_tokens", "STRING": "end"}.get(tensor.dtype, 1)
+    if tensor.name == "exclude_input_in_output":
+        value = False
+    sent = text(value) if tensor.dtype == "STRING" else np.array([value], tensor.numpy_type)
+    asked = ask(**{tensor.name: sent})
+    assert asked != ask()
+    assert ask(options={tensor.name: value}) == ask({tensor.name: value}) == ask({tensor.name: str(value)}) == asked
+
+
 def test_prompts_may_come_by_json_or_parameter():
     assert ask(options={"input_ids": [1, 2]}).input_ids == [1, 2]
     assert ask({"text_input": "Hi"}).text == "Hi"
@@ -123,9 +135,10 @@ def test_numbers_out_of_range_are_refused_by_field(field, value):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0])
-def test_tensor_values_out_of_range_are_refused_by_field(value):
-    with pytest.raises(InvalidArgument, match=r"^temperature: "):
-        ask(temperature=np.array([value], np.float32))
+@pytest.mark.parametrize("field", ["temperature", "top_p"])
+def test_tensor_values_out_of_range_are_refused_by_field(field, value):
+    with pytest.raises(InvalidArgument, match=f"^{field}: "):
+        ask(**{field: np.array([value], np.float32)})
 
 
 @pytest.mark.parametrize("source", ["parameters", "options"])

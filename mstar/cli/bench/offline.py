@@ -57,6 +57,9 @@ def offline(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda:N")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 is one per physical core")] = 0,
+    quantised_weights: Annotated[
+        str, typer.Option(help="auto computes from a GGUF's quantised blocks where it can; off dequantises at load")
+    ] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="measured runs per batch size, after one to warm up")] = 3,
     seed: Annotated[int, typer.Option(help="seed of the random prompt ids")] = 0,
     compare: Annotated[bool, typer.Option("--compare", help="run transformers' generate beside every run")] = False,
@@ -70,6 +73,7 @@ def offline(
             device=device,
             dtype=dtype,
             num_threads=threads,
+            quantised_weights=quantised_weights,
             max_seq_len=input_len + output_len + 1,
             max_running_requests=max(sizes),
             max_batch_tokens=max(sizes) * input_len,
@@ -81,7 +85,8 @@ def offline(
     _print(core, results, input_len, output_len, bandwidth, peer)
     if json_file:
         record = {
-            "engine": msgspec.to_builtins(core.info),
+            "engine": msgspec.structs.asdict(core.info),
+            "quantised_weights": quantised_weights,
             "input_len": input_len,
             "output_len": output_len,
             "repeats": repeats,

@@ -16,8 +16,8 @@ from mstar.engine.resources.kv.plan import KVPlan
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.static import StepBuffer
 from mstar.engine.resources.step import BucketKey, ResourceStep, StepContext
-from mstar.kernels.attention import GATHER_BYTES, Group, attend, plan_groups, write_kv
-from mstar.kernels.paged_decode import PagedDecode, paged_decode_kernel
+from mstar.kernels.attention import GATHER_BYTES, Group, attend, gathered_elements, plan_groups, write_kv
+from mstar.kernels.cpu.paged_decode import PagedDecode, paged_decode_kernel
 
 
 class AttentionManager(Resource):
@@ -49,9 +49,7 @@ class AttentionManager(Resource):
     @classmethod
     def build(cls, spec: NodeResourceSpec, info: EngineResourceInfo) -> Self:
         assert isinstance(spec, AttentionSpec)
-        kv = info.dependency(spec.config.kv_cache)
-        if not isinstance(kv, PagedKVManager):
-            raise ValueError(f"resource {spec.resource_key!r}: {spec.config.kv_cache!r} is no paged KV cache")
+        kv = PagedKVManager.needed_by(spec.resource_key, spec.config.kv_cache, info)
         return cls(spec.config, kv, info)
 
     def plan(self, step: ResourceStep, ctx: StepContext) -> None:
@@ -75,6 +73,9 @@ class AttentionManager(Resource):
                 device=self._device,
                 dtype=self._dtype,
             )
+            gathered = gathered_elements(self._groups, self._layers[0])
+            if gathered > self._scratch.numel():
+                self._scratch = self._scratch.new_empty(gathered)
         self._last_rows = None
         # A packed capture has the gather in its graph, also when every prompt is one token long.
         is_packed = ctx.slot_lease is not None and ctx.slot_lease.bucket.num_tokens != ctx.slot_lease.bucket.bs

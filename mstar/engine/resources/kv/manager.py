@@ -57,6 +57,14 @@ class PagedKVManager(Resource):
         assert isinstance(spec, PagedKVSpec)
         return cls(spec.config, info)
 
+    @classmethod
+    def needed_by(cls, resource_key: str, kv_cache: str, info: EngineResourceInfo) -> Self:
+        """The cache that resource ``resource_key`` names as its ``kv_cache``; ValueError if that is something else."""
+        kv = info.dependency(kv_cache)
+        if not isinstance(kv, cls):
+            raise ValueError(f"resource {resource_key!r}: {kv_cache!r} is no paged KV cache")
+        return kv
+
     # Admission, asked by whoever lets requests in.
 
     @property

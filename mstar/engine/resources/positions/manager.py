@@ -43,9 +43,7 @@ class PositionManager(Resource):
     @classmethod
     def build(cls, spec: NodeResourceSpec, info: EngineResourceInfo) -> Self:
         assert isinstance(spec, PositionSpec)
-        kv = info.dependency(spec.config.kv_cache)
-        if not isinstance(kv, PagedKVManager):
-            raise ValueError(f"resource {spec.resource_key!r}: {spec.config.kv_cache!r} is no paged KV cache")
+        kv = PagedKVManager.needed_by(spec.resource_key, spec.config.kv_cache, info)
         return cls(spec.config, kv.config.head_dim, info)
 
     def ingest_request(self, request_id: int, row: int, config: ResourceReqConfig | None) -> None:

@@ -15,8 +15,8 @@ from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, Samp
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.resources.static import StepBuffer
 from mstar.engine.resources.step import BucketKey, ResourceStep, StepContext
+from mstar.kernels.cpu.draw import draw_kernel, sample_rows
 from mstar.kernels.sampling import RowSettings
-from mstar.kernels.sampling_cpu import draw_kernel, sample_rows
 from mstar.utils import knobs
 
 # Settings that stay as they are while a request runs: host master dtype, value of a row in nobody's use.

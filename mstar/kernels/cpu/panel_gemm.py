@@ -8,12 +8,11 @@ are several tiles, each fetches its share of the next panel, so memory and arith
 Every output adds its products in the order of k, so neither the format nor the number of rows changes a bit of it.
 """
 
-import ctypes
 import functools
 
-from mstar.kernels.cpu_jit import Worker, make_or_warn, vector_lanes
-from mstar.kernels.panel_formats import FLOAT, PanelFormat
-from mstar.kernels.panel_ir import module_ir
+from mstar.kernels.cpu.jit import Worker, make_or_warn, vector_lanes, words
+from mstar.kernels.cpu.panel_formats import FLOAT, PanelFormat
+from mstar.kernels.cpu.panel_ir import module_ir
 
 
 class PanelKernel:
@@ -51,7 +50,7 @@ class PanelKernel:
             scratch: address of `scratch_size` fp32 values.
             threads: OpenMP threads, the caller among them.
         """
-        self._worker((ctypes.c_int64 * 8)(x, weight, bias, y, rows, in_features, out_features, scratch), threads)
+        self._worker(words(x, weight, bias, y, rows, in_features, out_features, scratch), threads)
 
     def scratch_size(self, rows: int, in_features: int, threads: int) -> int:
         """fp32 values that a call overwrites: one panel per thread where quantised panels meet several tiles."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from mstar.kernels.cpu_jit import ir
-from mstar.kernels.ir_function import IrFunction
-from mstar.kernels.race_ir import CANDIDATES, candidates, race
+from mstar.kernels.cpu.ir import IrFunction
+from mstar.kernels.cpu.jit import ir
+from mstar.kernels.cpu.race_ir import CANDIDATES, candidates, race
 from mstar.kernels.sampling import EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2_E, MASS_BITS, MIN_SCORE
 
 # What `worker` takes, 8 bytes each: `rows` a ROW array; `scratch` of `stride` bytes per thread.
@@ -49,17 +49,11 @@ def module_ir(lanes: int) -> str:
 
 def _define_worker(module: Any, lanes: int, row: Any) -> None:
     """Every thread takes each ``threads``-th row."""
-    f = IrFunction(module, lanes, "worker", ir.VoidType(), [ir.PointerType()])
-    a = {
-        name: f.b.load(
-            f.at(f.args[0], f.long(i), f.i64), typ=ir.PointerType() if name in ("rows", "scratch") else f.i64
-        )
-        for i, name in enumerate(ARGUMENTS)
-    }
-    thread, threads = (f.b.zext(f.call(f"omp_get_{name}", f.i32), f.i64) for name in ("thread_num", "num_threads"))
-    scratch = f.at(a["scratch"], f.b.mul(a["stride"], thread), ir.IntType(8))
+    f, a = IrFunction.worker(module, lanes, ARGUMENTS, frozenset({"rows", "scratch"}))
+    thread, threads = f.thread()
+    scratch = f.at(a["scratch"], f.b.mul(a["stride"], thread), f.i8)
     with f.loop(thread, a["num_rows"], threads) as (index, _):
-        address = f.at(a["rows"], f.b.mul(index, f.long(ROW.itemsize)), ir.IntType(8))
+        address = f.at(a["rows"], f.b.mul(index, f.long(ROW.itemsize)), f.i8)
         f.b.call(row, [address, a["vocab"], scratch])
     f.b.ret_void()
 
@@ -73,7 +67,7 @@ def _define_cut(module: Any, lanes: int, has_mass: bool) -> Any:
     """
     pointer, i64 = ir.PointerType(), ir.IntType(64)
     arguments = [pointer, i64, ir.FloatType(), i64, *([pointer, ir.DoubleType()] if has_mass else [])]
-    f = IrFunction(module, lanes, "cut_by_mass" if has_mass else "cut_by_count", ir.FloatType(), arguments)
+    f = IrFunction(module, lanes, "cut_by_mass" if has_mass else "cut_by_count", arguments, ir.FloatType())
     b, (scores, n, lowest, least), masses = f.b, f.args[:4], f.args[4:]
     one = ir.Constant(f.i32, 1)
     end = b.add(b.and_(b.bitcast(lowest, f.i32), ir.Constant(f.i32, 0x7FFFFFFF)), one)
@@ -90,13 +84,13 @@ def _define_cut(module: Any, lanes: int, has_mass: bool) -> Any:
     b.position_at_end(body)
     middle = b.add(low, b.lshr(b.sub(high, low), one))
     cut = f.splat(b.fneg(b.bitcast(middle, f.f32)))
-    zeros = [f.fill(f.ints, 0), f.fill(f.longs, 0)][: 1 + has_mass]
-    with f.loop(f.long(0), n, f.long(lanes), zeros) as (i, sums):
-        is_above = b.fcmp_ordered(">", f.vector(scores, i, f.floats), cut)
+    zeros = [f.fill(0, f.ints), f.fill(0, f.longs)][: 1 + has_mass]
+    with f.loop(0, n, lanes, zeros) as (i, sums):
+        is_above = b.fcmp_ordered(">", f.vector(scores, i), cut)
         sums[0] = b.sub(sums[0], b.sext(is_above, f.ints))
         if has_mass:
             mass = f.vector(masses[0], i, f.longs)
-            sums[1] = b.add(sums[1], b.select(is_above, mass, f.fill(f.longs, 0)))
+            sums[1] = b.add(sums[1], b.select(is_above, mass, f.fill(0, f.longs)))
     count = b.zext(f.total(sums[0]), f.i64)
     is_kept = b.icmp_signed("<", count, least)
     if has_mass:
@@ -117,16 +111,12 @@ def _define_cut(module: Any, lanes: int, has_mass: bool) -> Any:
 
 def _define_row(module: Any, lanes: int, by_count: Any, by_mass: Any) -> Any:
     """`(row, vocab, scratch)`: scores, floor and candidates of one row."""
-    f = IrFunction(module, lanes, "draw", ir.VoidType(), [ir.PointerType(), ir.IntType(64), ir.PointerType()])
+    f = IrFunction(module, lanes, "draw", [ir.PointerType(), ir.IntType(64), ir.PointerType()])
     b, (row, vocab, scores) = f.b, f.args
     slot = {name: f.long(offset // 8) for name, (_, offset) in ROW.fields.items()}  # type: ignore[union-attr, misc]
-    a = {}
-    for name, index in slot.items():
-        kind = f.f64 if ROW[name] == np.float64 else f.i64
-        a[name] = b.load(f.at(row, index, kind), typ=kind)
+    a = f.fields(row, {name: f.f64 if ROW[name] == np.float64 else f.i64 for name in slot})
     for name in ("peak", "temperature", "floor", "reach"):
         a[name] = b.fptrunc(a[name], f.f32)
-    step = f.long(lanes)
     padded = b.and_(b.add(vocab, f.long(lanes - 1)), f.long(-lanes))
     _scores(f, b.inttoptr(a["logits"], ir.PointerType()), a, vocab, padded, scores)
 
@@ -139,8 +129,8 @@ def _define_row(module: Any, lanes: int, by_count: Any, by_mass: Any) -> Any:
     before = b.block
     with b.if_then(b.fcmp_ordered("<", a["top_p"], ir.Constant(f.f64, 1.0))):
         base = b.select(b.icmp_signed("!=", a["top_p_first"], f.long(0)), a["floor"], floor)
-        near = f.at(scores, padded, f.f32)
-        masses = f.at(near, b.add(padded, step), f.f32)
+        near = f.at(scores, padded)
+        masses = f.at(near, b.add(padded, f.long(lanes)))
         lowest = f.larger(base, a["reach"])
         count, total = _masses(f, scores, padded, base, lowest, near, masses)
         target = b.fmul(b.sitofp(total, f.f64), a["top_p"])
@@ -158,19 +148,18 @@ def _define_row(module: Any, lanes: int, by_count: Any, by_mass: Any) -> Any:
 def _scores(f: IrFunction, logits: Any, a: dict[str, Any], vocab: Any, padded: Any, scores: Any) -> None:
     """(logits - peak) / temperature, and -inf up to a whole vector."""
     b = f.b
-    lane = ir.Constant(f.longs, list(range(f.lanes)))
     peak, temperature, end = f.splat(a["peak"]), f.splat(a["temperature"]), f.splat(vocab)
-    with f.loop(f.long(0), padded, f.long(f.lanes)) as (i, _):
-        is_token = b.icmp_signed("<", b.add(f.splat(i), lane), end)
+    with f.loop(0, padded, f.lanes) as (i, _):
+        is_token = b.icmp_signed("<", b.add(f.splat(i), f.count_up()), end)
         x = f.call(
             f"llvm.masked.load.v{f.lanes}f32.p0",
             f.floats,
-            f.at(logits, i, f.f32),
+            f.at(logits, i),
             ir.Constant(f.i32, 4),
             is_token,
-            f.fill(f.floats, -np.inf),
+            f.fill(-np.inf),
         )
-        b.store(b.fdiv(b.fsub(x, peak), temperature), f.at(scores, i, f.f32), align=4)
+        f.store(b.fdiv(b.fsub(x, peak), temperature), scores, i)
 
 
 def _masses(f: IrFunction, scores: Any, padded: Any, base: Any, lowest: Any, near: Any, masses: Any) -> tuple[Any, Any]:
@@ -180,37 +169,37 @@ def _masses(f: IrFunction, scores: Any, padded: Any, base: Any, lowest: Any, nea
     """
     b = f.b
     start, low = f.splat(base), f.splat(lowest)
-    with f.loop(f.long(0), padded, f.long(f.lanes), (f.long(0), f.fill(f.longs, 0))) as (i, carried):
+    with f.loop(0, padded, f.lanes, (f.long(0), f.fill(0, f.longs))) as (i, carried):
         count, total = carried
-        score = f.vector(scores, i, f.floats)
+        score = f.vector(scores, i)
         mass = _mass(f, score)
-        carried[1] = b.add(total, b.select(b.fcmp_ordered(">=", score, start), mass, f.fill(f.longs, 0)))
+        carried[1] = b.add(total, b.select(b.fcmp_ordered(">=", score, start), mass, f.fill(0, f.longs)))
         is_near = b.fcmp_ordered(">=", score, low)
         for kind, value, to in (("f32", score, near), ("i64", mass, masses)):
             address = f.at(to, count, value.type.element)
-            f.call(f"llvm.masked.compressstore.v{f.lanes}{kind}", ir.VoidType(), value, address, is_near)
+            f.call(f"llvm.masked.compressstore.v{f.lanes}{kind}", f.void, value, address, is_near)
         bits = b.bitcast(is_near, ir.IntType(f.lanes))
         carried[0] = b.add(count, b.zext(f.call(f"llvm.ctpop.i{f.lanes}", bits.type, bits), f.i64))
     count, total = carried
-    b.store(f.fill(f.floats, -np.inf), f.at(near, count, f.f32), align=4)
+    f.store(f.fill(-np.inf), near, count)
     return count, f.total(total)
 
 
 def _mass(f: IrFunction, score: Any) -> Any:
     """`sampling.fixed_mass`, operation by operation: nothing may be fused."""
-    b, doubles = f.b, ir.VectorType(f.f64, f.lanes)
+    b = f.b
 
     def times(x: Any, constant: float) -> Any:
-        return b.fmul(x, f.fill(doubles, constant))
+        return b.fmul(x, f.fill(constant, f.doubles))
 
-    s = b.fpext(f.larger(score, f.fill(f.floats, MIN_SCORE)), doubles)
-    n = f.call(f"llvm.floor.v{f.lanes}f64", doubles, b.fadd(times(s, LOG2_E), f.fill(doubles, 0.5)))
+    s = b.fpext(f.larger(score, f.fill(MIN_SCORE)), f.doubles)
+    n = f.call(f"llvm.floor.v{f.lanes}f64", f.doubles, b.fadd(times(s, LOG2_E), f.fill(0.5, f.doubles)))
     r = b.fsub(b.fsub(s, times(n, LN2_HIGH)), times(n, LN2_LOW))
-    y = f.fill(doubles, EXP_TERMS[0])
+    y = f.fill(EXP_TERMS[0], f.doubles)
     for term in EXP_TERMS[1:]:
-        y = b.fadd(b.fmul(y, r), f.fill(doubles, term))
-    exponent = b.add(b.sext(b.fptosi(n, f.ints), f.longs), f.fill(f.longs, 1023 + MASS_BITS))
-    mass = b.fmul(y, b.bitcast(b.shl(exponent, f.fill(f.longs, 52)), doubles))
+        y = b.fadd(b.fmul(y, r), f.fill(term, f.doubles))
+    exponent = b.add(b.sext(b.fptosi(n, f.ints), f.longs), f.fill(1023 + MASS_BITS, f.longs))
+    mass = b.fmul(y, b.bitcast(b.shl(exponent, f.fill(52, f.longs)), f.doubles))
     # Added to 2**52, a smaller number is rounded to a whole one, which is then the low bits.
-    bits = b.bitcast(b.fadd(mass, f.fill(doubles, 2.0**52)), f.longs)
-    return b.sub(bits, f.fill(f.longs, (1023 + 52) << 52))
+    bits = b.bitcast(b.fadd(mass, f.fill(2.0**52, f.doubles)), f.longs)
+    return b.sub(bits, f.fill((1023 + 52) << 52, f.longs))

@@ -52,6 +52,11 @@ class Worker:
         self._parallel(self._address, arguments, threads, 0)
 
 
+def words(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    """The arguments of a worker, 8 bytes each."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
 def vector_lanes() -> int:
     """fp32 lanes of a vector register: 16 with AVX-512, 8 with AVX2.
 

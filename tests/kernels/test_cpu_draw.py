@@ -8,26 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from philox_vectors import WORDS
+from sampling_rows import rows_of
 
-from mstar.kernels import cpu_jit, race_ir, sampling, sampling_cpu
-from mstar.kernels.cpu_jit import Worker, ir
-from mstar.kernels.ir_function import IrFunction
+from mstar.kernels import sampling
+from mstar.kernels.cpu import draw, jit, race_ir
+from mstar.kernels.cpu.ir import IrFunction
+from mstar.kernels.cpu.jit import Worker, ir
 from mstar.kernels.philox import philox_words
 from mstar.kernels.sampling import RowSettings
 
-pytestmark = pytest.mark.skipif(sampling_cpu.draw_kernel() is None, reason="no draw kernel on this machine")
+pytestmark = pytest.mark.skipif(draw.draw_kernel() is None, reason="no draw kernel on this machine")
 
-DEFAULTS = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "top_p_first": False,
-    "top_p_min_keep": 1,
-    "seed": 42,
-    "offset": 0,
-}
-DTYPES = {"temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32, "top_p_first": torch.bool}
 KINDS = [
     {},
     {"temperature": 0.6},
@@ -44,19 +36,12 @@ KINDS = [
 ]
 
 
-def rows_of(*rows):
-    rows = [DEFAULTS | row for row in rows]
-    return RowSettings(
-        *(torch.tensor([row[n] for row in rows], dtype=DTYPES.get(n, torch.int64)) for n in RowSettings._fields)
-    )
-
-
 def mixed_rows(n, offset=0):
     return rows_of(*(KINDS[i % len(KINDS)] | {"seed": i * 2**57 - i, "offset": offset + i} for i in range(n)))
 
 
 def assert_equals_the_reference(logits, rows, apply_filters=True):
-    tokens, faults = sampling_cpu.sample_rows(logits, rows, apply_filters)
+    tokens, faults = draw.sample_rows(logits, rows, apply_filters)
     expected, expected_faults = sampling.sample_rows(logits, rows, apply_filters)
     assert tokens.tolist() == expected.tolist()
     assert faults.tolist() == expected_faults.tolist()
@@ -65,11 +50,11 @@ def assert_equals_the_reference(logits, rows, apply_filters=True):
 @pytest.fixture(params=[8, 16])
 def kernel(request, monkeypatch):
     """A kernel of either vector width."""
-    if request.param > cpu_jit.vector_lanes():
+    if request.param > jit.vector_lanes():
         pytest.skip("no AVX-512")
-    monkeypatch.setattr(sampling_cpu, "vector_lanes", lambda: request.param)
-    made = sampling_cpu.DrawKernel()
-    monkeypatch.setattr(sampling_cpu, "draw_kernel", lambda: made)
+    monkeypatch.setattr(draw, "vector_lanes", lambda: request.param)
+    made = draw.DrawKernel()
+    monkeypatch.setattr(draw, "draw_kernel", lambda: made)
     return made
 
 
@@ -122,7 +107,7 @@ def test_faults_and_other_layouts_equal_the_reference():
 
 def drawn_over_many_offsets(logits, row):
     n = 3000  # none of the tokens kept is missing then
-    tokens, _ = sampling_cpu.sample_rows(logits.expand(n, -1), rows_of(*(row | {"offset": i} for i in range(n))), True)
+    tokens, _ = draw.sample_rows(logits.expand(n, -1), rows_of(*(row | {"offset": i} for i in range(n))), True)
     return set(tokens.tolist())
 
 
@@ -137,7 +122,7 @@ def test_the_tokens_that_can_be_drawn_are_those_kept(kernel, row):
 
 def test_known_sequence(kernel):
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(12, 4)
-    tokens, _ = sampling_cpu.sample_rows(logits, rows_of(*({"offset": i} for i in range(12))), True)
+    tokens, _ = draw.sample_rows(logits, rows_of(*({"offset": i} for i in range(12))), True)
     assert tokens.tolist() == [1, 1, 1, 2, 2, 0, 0, 0, 0, 1, 2, 0]
 
 
@@ -147,12 +132,12 @@ def test_a_row_does_not_depend_on_threads_or_neighbours():
     try:
         torch.set_num_threads(1)
         alone = [
-            sampling_cpu.sample_rows(logits[i : i + 1], RowSettings(*(c[i : i + 1] for c in rows)), True)[0].item()
+            draw.sample_rows(logits[i : i + 1], RowSettings(*(c[i : i + 1] for c in rows)), True)[0].item()
             for i in range(48)
         ]
         for count in (1, 2):
             torch.set_num_threads(count)
-            assert sampling_cpu.sample_rows(logits, rows, True)[0].tolist() == alone
+            assert draw.sample_rows(logits, rows, True)[0].tolist() == alone
     finally:
         torch.set_num_threads(threads)
 
@@ -160,8 +145,8 @@ def test_a_row_does_not_depend_on_threads_or_neighbours():
 @pytest.mark.parametrize("margin", [0.7, 12.0])  # some rows with a few candidates; rows with more than are noted
 def test_close_candidates_are_decided_by_the_reference_formula(margin, monkeypatch):
     monkeypatch.setattr(race_ir, "MARGIN", margin)
-    made = sampling_cpu.DrawKernel()
-    monkeypatch.setattr(sampling_cpu, "draw_kernel", lambda: made)
+    made = draw.DrawKernel()
+    monkeypatch.setattr(draw, "draw_kernel", lambda: made)
     logits = torch.randn(48, 1000, generator=torch.Generator().manual_seed(5))
     for offset in range(20):
         assert_equals_the_reference(logits, mixed_rows(48, offset))
@@ -169,13 +154,11 @@ def test_close_candidates_are_decided_by_the_reference_formula(margin, monkeypat
 
 def run_over(words, emit):
     """``emit(function, vector of words)`` for every word, fp32: a kernel of one loop, on one thread."""
-    lanes = cpu_jit.vector_lanes()
+    lanes = jit.vector_lanes()
     module = ir.Module()
-    f = IrFunction(module, lanes, "worker", ir.VoidType(), [ir.PointerType()])
-    source, target, n = (f.b.load(f.at(f.args[0], f.long(i), f.i64), typ=f.i64) for i in range(3))
-    source, target = (f.b.inttoptr(address, ir.PointerType()) for address in (source, target))
-    with f.loop(f.long(0), n, f.long(lanes)) as (i, _):
-        f.b.store(emit(f, f.vector(source, i, f.ints)), f.at(target, i, f.f32), align=4)
+    f, a = IrFunction.worker(module, lanes, ("source", "target", "n"), frozenset({"source", "target"}))
+    with f.loop(0, a["n"], lanes) as (i, _):
+        f.store(emit(f, f.vector(a["source"], i, f.ints)), a["target"], i)
     f.b.ret_void()
     out = np.empty(words.size, np.float32)
     Worker(str(module))((ctypes.c_int64 * 3)(words.ctypes.data, out.ctypes.data, words.size), 1)
@@ -196,24 +179,13 @@ def test_noise_is_within_half_the_margin_and_below_its_bound(monkeypatch):
     assert (bound > got).all()
 
 
-@pytest.mark.parametrize(
-    ("seed", "offset", "token", "word"),
-    [
-        (0, 0, 0, 0x6627E8D5),
-        (42, 0, 5, 0x7B835ADF),
-        (42, 1, 5, 0x98712BB9),
-        (42, 0, 6, 0xBC7AB43E),
-        (4986890812388105367, 3, 49151, 0x76A606E8),
-        (2**63 - 1, 2**32, 7, 0x95CBF522),
-        (-1, 2**63 - 1, 2**31 + 5, None),
-    ],
-)
+@pytest.mark.parametrize(("seed", "offset", "token", "word"), [*WORDS, (-1, 2**63 - 1, 2**31 + 5, None)])
 def test_philox_words(seed, offset, token, word):
     tokens = (np.arange(16) + token - token % 16).astype(np.uint32)
 
     def emit(f, token):
         counter = [f.splat(f.long(offset)), f.splat(f.long(offset >> 32)), f.b.zext(token, f.longs)]
-        words = race_ir.philox(f, race_ir.philox_keys(f, f.long(seed)), [*counter, f.fill(f.longs, 0)])
+        words = race_ir.philox(f, race_ir.philox_keys(f, f.long(seed)), [*counter, f.fill(0, f.longs)])
         return f.b.bitcast(words, f.floats)
 
     words = run_over(tokens, emit).view(np.uint32)
@@ -222,13 +194,13 @@ def test_philox_words(seed, offset, token, word):
 
 
 def test_without_a_kernel_the_reference_draws_and_a_warning_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(cpu_jit, "llvm", None)
-    sampling_cpu.draw_kernel.cache_clear()
+    monkeypatch.setattr(jit, "llvm", None)
+    draw.draw_kernel.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 assert_equals_the_reference(torch.randn(48, 100), mixed_rows(48))
     finally:
-        sampling_cpu.draw_kernel.cache_clear()
+        draw.draw_kernel.cache_clear()
     assert len(caplog.records) == 1
     assert "sampling" in caplog.text

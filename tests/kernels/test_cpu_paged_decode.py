@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar.kernels import cpu_jit
 from mstar.kernels.attention import attention_reference
-from mstar.kernels.paged_decode import PagedDecode, PagedDecodeKernel, paged_decode_kernel
+from mstar.kernels.cpu import jit
+from mstar.kernels.cpu.paged_decode import PagedDecode, PagedDecodeKernel, paged_decode_kernel
 
 
 def host_lanes():
     try:
-        return cpu_jit.vector_lanes() if cpu_jit.llvm is not None else 0
+        return jit.vector_lanes() if jit.llvm is not None else 0
     except OSError:
         return 0
 

@@ -7,19 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from mstar.kernels.cpu_jit import ir
-from mstar.kernels.ir_function import IrFunction
-from mstar.kernels.sampling import LN2_HIGH, LN2_LOW, MAX_NOISE, MIN_NOISE
+from mstar.kernels.cpu.ir import IrFunction
+from mstar.kernels.cpu.ir_math import log
+from mstar.kernels.sampling import MAX_NOISE, MIN_NOISE
 
 CANDIDATES = 8  # noted per row
 # Twice what a result may be off: E by 2e-6 of itself, either logarithm by 1e-6, and the sum by the rounding of both.
 MARGIN = 2e-5
 _ROUNDS = 10
-_LOG_TERMS = (
-    *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
-    *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
-)  # Cephes logf
-_SQRT_HALF_BITS = 0x3F3504F3
 
 
 def race(f: IrFunction, a: dict[str, Any], padded: Any, scores: Any, floor: Any) -> Any:
@@ -27,24 +22,23 @@ def race(f: IrFunction, a: dict[str, Any], padded: Any, scores: Any, floor: Any)
     b = f.b
     keys = philox_keys(f, a["seed"])
     counter = [f.splat(word) for word in (a["offset"], b.lshr(a["offset"], f.long(32)))]
-    lane = ir.Constant(f.longs, list(range(f.lanes)))
-    nothing = f.fill(f.floats, -np.inf)
+    nothing = f.fill(-np.inf)
     # The token with score 0 makes at least the least noise.
-    with f.loop(f.long(0), padded, f.long(f.lanes), [f.constant(MIN_NOISE)]) as (i, best):
+    with f.loop(0, padded, f.lanes, [f.constant(MIN_NOISE)]) as (i, best):
         can_win = f.larger(floor, b.fsub(best[0], f.constant(float(MAX_NOISE))))
-        score = f.vector(scores, i, f.floats)
+        score = f.vector(scores, i)
         runs = b.fcmp_ordered(">=", score, f.splat(can_win))
-        b.store(nothing, f.at(scores, i, f.f32), align=4)
+        f.store(nothing, scores, i)
         before = b.block
         with b.if_then(f.any(runs)):
-            v = uniform(f, philox(f, keys, [*counter, b.add(f.splat(i), lane), f.fill(f.longs, 0)]))
+            v = uniform(f, philox(f, keys, [*counter, b.add(f.splat(i), f.count_up()), f.fill(0, f.longs)]))
             bound = b.fadd(score, most_noise(f, v))
             is_close = b.and_(runs, b.fcmp_ordered(">=", bound, f.splat(b.fsub(best[0], f.constant(MARGIN)))))
             without = b.block
             with b.if_then(f.any(is_close)):
                 result = b.select(is_close, b.fadd(score, neg_log_noise(f, v)), nothing)
-                b.store(result, f.at(scores, i, f.f32), align=4)
-                better = f.larger(best[0], f.call(f"llvm.vector.reduce.fmax.v{f.lanes}f32", f.f32, result))
+                f.store(result, scores, i)
+                better = f.larger(best[0], f.peak(result))
                 within = b.block
             inner = f.merge((best[0], without), (better, within))
             after = b.block
@@ -54,15 +48,15 @@ def race(f: IrFunction, a: dict[str, Any], padded: Any, scores: Any, floor: Any)
 
 def uniform(f: IrFunction, word: Any) -> Any:
     """The ``v`` of `sampling.neg_log_noise`."""
-    b, largest = f.b, f.fill(f.floats, 1 - 2.0**-24)
-    v = b.fmul(b.fadd(b.uitofp(word, f.floats), f.fill(f.floats, 0.5)), f.fill(f.floats, 2.0**-32))
+    b, largest = f.b, f.fill(1 - 2.0**-24)
+    v = b.fmul(b.fadd(b.uitofp(word, f.floats), f.fill(0.5)), f.fill(2.0**-32))
     return b.select(b.fcmp_ordered("<", v, largest), v, largest)
 
 
 def most_noise(f: IrFunction, v: Any) -> Any:
     """Some number above -log E: E is at least ``v``, whose bits, read as a number, are below its logarithm."""
     bits = f.b.sitofp(f.b.bitcast(v, f.ints), f.floats)
-    return f.fma(bits, f.fill(f.floats, -np.log(2) * 2.0**-23), f.fill(f.floats, np.log(2) * 127 + 1e-4))
+    return f.fma(bits, f.fill(-np.log(2) * 2.0**-23), f.fill(np.log(2) * 127 + 1e-4))
 
 
 def philox_keys(f: IrFunction, seed: Any) -> list[tuple[Any, Any]]:
@@ -81,10 +75,10 @@ def philox(f: IrFunction, keys: Sequence[tuple[Any, Any]], counter: Sequence[Any
     c0, c1, c2, c3 = counter
 
     def product(word: Any, factor: int) -> Any:
-        return b.mul(b.and_(word, f.fill(f.longs, 0xFFFFFFFF)), f.fill(f.longs, factor))
+        return b.mul(b.and_(word, f.fill(0xFFFFFFFF, f.longs)), f.fill(factor, f.longs))
 
     def high(word: Any) -> Any:
-        return b.lshr(word, f.fill(f.longs, 32))
+        return b.lshr(word, f.fill(32, f.longs))
 
     for k0, k1 in keys:
         p0, p1 = product(c0, 0xD2511F53), product(c2, 0xCD9E8D57)
@@ -96,33 +90,16 @@ def neg_log_noise(f: IrFunction, v: Any) -> Any:
     """`sampling.neg_log_noise` but for less than MARGIN / 2."""
     b = f.b
 
-    def constant(value: float) -> Any:
-        return f.fill(f.floats, value)
-
     # 1 - v rounds to 2**-25, too coarse beside a small v: the series of -log(1 - v) serves there.
-    series = constant(0.25)
+    series = f.fill(0.25)
     for term in (1 / 3, 1 / 2, 1.0):
-        series = f.fma(series, v, constant(term))
+        series = f.fma(series, v, f.fill(term))
     noise = b.select(
-        b.fcmp_ordered("<", v, constant(2.0**-6)),
+        b.fcmp_ordered("<", v, f.fill(2.0**-6)),
         b.fmul(series, v),
-        b.fneg(_log(f, b.fsub(constant(1.0), v))),
+        b.fneg(log(f, b.fsub(f.fill(1.0), v))),
     )
-    return b.fneg(_log(f, noise))
-
-
-def _log(f: IrFunction, x: Any) -> Any:
-    """Natural logarithm of normal positive numbers, within 1e-7 relatively (near 1 too)."""
-    b = f.b
-    bits = b.sub(b.bitcast(x, f.ints), f.fill(f.ints, _SQRT_HALF_BITS))
-    exponent = b.sitofp(b.ashr(bits, f.fill(f.ints, 23)), f.floats)
-    mantissa = b.add(b.and_(bits, f.fill(f.ints, 0x7FFFFF)), f.fill(f.ints, _SQRT_HALF_BITS))
-    r = b.fsub(b.bitcast(mantissa, f.floats), f.fill(f.floats, 1.0))  # -0.3 .. 0.42
-    y = f.fill(f.floats, _LOG_TERMS[0])
-    for term in (*_LOG_TERMS[1:], -0.5):
-        y = f.fma(y, r, f.fill(f.floats, term))
-    y = f.fma(exponent, f.fill(f.floats, LN2_LOW), b.fmul(b.fmul(y, r), r))
-    return f.fma(exponent, f.fill(f.floats, LN2_HIGH), b.fadd(y, r))
+    return b.fneg(log(f, noise))
 
 
 def candidates(f: IrFunction, row: Any, slot: dict[str, Any], padded: Any, scores: Any, best: Any) -> None:
@@ -130,17 +107,17 @@ def candidates(f: IrFunction, row: Any, slot: dict[str, Any], padded: Any, score
     b = f.b
     bar = b.fsub(best, f.constant(MARGIN))
     bars = f.splat(bar)
-    with f.loop(f.long(0), padded, f.long(f.lanes), [f.long(0)]) as (i, found):
+    with f.loop(0, padded, f.lanes, [f.long(0)]) as (i, found):
         before, known = b.block, found[0]
-        near = b.fcmp_ordered(">=", f.vector(scores, i, f.floats), bars)
+        near = b.fcmp_ordered(">=", f.vector(scores, i), bars)
         with b.if_then(f.any(near), likely=False):
-            with f.loop(i, b.add(i, f.long(f.lanes)), f.long(1), [known]) as (token, count):
-                is_near = b.fcmp_ordered(">=", b.load(f.at(scores, token, f.f32), typ=f.f32), bar)
+            with f.loop(i, b.add(i, f.long(f.lanes)), carried=[known]) as (token, count):
+                is_near = b.fcmp_ordered(">=", f.load(scores, token), bar)
                 last = f.long(CANDIDATES - 1)
-                place = b.select(b.icmp_signed("<", count[0], last), count[0], last)
+                place = f.smaller(count[0], last)
                 with b.if_then(is_near):
-                    b.store(token, f.at(row, b.add(slot["candidates"], place), f.i64))
+                    f.store(token, row, b.add(slot["candidates"], place))
                 count[0] = b.add(count[0], b.zext(is_near, f.i64))
             after = b.block
         found[0] = f.merge((known, before), (count[0], after))
-    b.store(found[0], f.at(row, slot["num_candidates"], f.i64))
+    f.store(found[0], row, slot["num_candidates"])

@@ -6,17 +6,16 @@ reference's own formula decides.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import numpy as np
 import torch
 
 from mstar.kernels import sampling
-from mstar.kernels.cpu_jit import Worker, make_or_warn, vector_lanes
-from mstar.kernels.race_ir import CANDIDATES
+from mstar.kernels.cpu.draw_ir import ROW, module_ir, scratch_bytes
+from mstar.kernels.cpu.jit import Worker, make_or_warn, vector_lanes, words
+from mstar.kernels.cpu.race_ir import CANDIDATES
 from mstar.kernels.sampling import RowSettings
-from mstar.kernels.sampling_ir import ARGUMENTS, ROW, module_ir, scratch_bytes
 
 
 def sample_rows(logits: torch.Tensor, settings: RowSettings, apply_filters: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,10 +59,7 @@ class DrawKernel:
         threads = min(torch.get_num_threads(), records.size)
         stride = scratch_bytes(vocab, self._lanes)
         scratch = torch.empty(threads * stride, dtype=torch.uint8)
-        arguments = (ctypes.c_int64 * len(ARGUMENTS))(
-            records.ctypes.data, records.size, vocab, scratch.data_ptr(), stride
-        )
-        self._worker(arguments, threads)
+        self._worker(words(records.ctypes.data, records.size, vocab, scratch.data_ptr(), stride), threads)
 
 
 def _records(

@@ -7,14 +7,13 @@ whatever the batch and the number of threads; threads take contiguous items of a
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import numpy as np
 import torch
 
-from mstar.kernels.cpu_jit import Worker, make_or_warn, vector_lanes
-from mstar.kernels.paged_decode_ir import ARGUMENTS, module_ir
+from mstar.kernels.cpu.jit import Worker, make_or_warn, vector_lanes, words
+from mstar.kernels.cpu.paged_decode_ir import ARGUMENTS, module_ir
 
 _AT = {name: i for i, name in enumerate(ARGUMENTS)}
 
@@ -70,7 +69,7 @@ class PagedDecode:
         scores = np.empty((self._threads, kernel.heads // kernel.kv_heads, most), np.float32)
         # The arrays are read through their addresses: they must live as long as the plan.
         self._arrays = (np.ascontiguousarray(page_table), np.ascontiguousarray(kv_lens), firsts, costs, scores)
-        self._arguments = (ctypes.c_int64 * len(ARGUMENTS))()
+        self._arguments = words(*[0] * len(ARGUMENTS))
         for name, array in zip(("pages", "lengths", "firsts", "costs", "scores"), self._arrays, strict=True):
             self._arguments[_AT[name]] = array.ctypes.data
         self._arguments[_AT["rows"]] = rows

@@ -10,11 +10,14 @@ Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from mstar.kernels.cpu.ir import IrFunction
 
 BLOCK = 32  # weights of one row in a quantised block
 LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes at a time
@@ -45,10 +48,10 @@ class BlockRows:
 
 
 class PanelFormat(ABC):
-    """A layout: packing, reading rows back, and the LLVM IR that turns a step into two vectors %w0 and %w1 of floats.
+    """A layout: packing, reading rows back, and the LLVM IR that turns a step into two vectors of floats.
 
     Attributes:
-        headers: registers of a block's headers, in order: %d0 and %d1 are the two halves of header "d".
+        headers: names of a block's headers, in order.
     """
 
     headers: tuple[str, ...] = ()
@@ -66,21 +69,17 @@ class PanelFormat(ABC):
         """Bytes of a panel's weights at one k."""
 
     @abstractmethod
-    def weights_ir(self, lanes: int) -> list[str]:
-        """IR that defines %w0 and %w1 from the step at %step and the header registers."""
+    def weights(self, f: IrFunction, step: Any, headers: Sequence[Any]) -> tuple[Any, Any]:
+        """The step's weights as two vectors of floats; ``headers`` as :meth:`header_vectors` gives them."""
 
     def header_bytes(self, panel: int) -> int:
         """Bytes before the steps of a block."""
         return 2 * panel * len(self.headers)
 
-    def headers_ir(self, lanes: int) -> list[str]:
-        """IR that loads the headers of the block at %block."""
-        ir = []
-        for i, name in enumerate(f"{header}{h}" for header in self.headers for h in (0, 1)):
-            ir += [f"%{name}p = getelementptr half, ptr %block, i64 {i * lanes}"]
-            ir += [f"%{name}h = load <{lanes} x half>, ptr %{name}p, align 2"]
-            ir += [f"%{name} = fpext <{lanes} x half> %{name}h to <{lanes} x float>"]
-        return ir
+    def header_vectors(self, f: IrFunction, block: Any) -> list[Any]:
+        """The headers of a block as vectors of floats, two for each: those of the panel's halves."""
+        starts = range(0, 2 * f.lanes * len(self.headers), f.lanes)
+        return [f.b.fpext(f.vector(block, start, f.halves, align=2), f.floats) for start in starts]
 
 
 class FloatPanels(PanelFormat):
@@ -89,9 +88,8 @@ class FloatPanels(PanelFormat):
     def step_bytes(self, panel: int) -> int:
         return 4 * panel
 
-    def weights_ir(self, lanes: int) -> list[str]:
-        ir = [f"%w{h}p = getelementptr float, ptr %step, i64 {h * lanes}" for h in (0, 1)]
-        return ir + [f"%w{h} = load <{lanes} x float>, ptr %w{h}p, align 4" for h in (0, 1)]
+    def weights(self, f: IrFunction, step: Any, headers: Sequence[Any]) -> tuple[Any, Any]:
+        return f.vector(step), f.vector(step, f.lanes)
 
     def pack(self, weight: torch.Tensor, panel: int) -> torch.Tensor:
         """[out, in] -> [panels, in, panel]."""
@@ -125,29 +123,21 @@ class BlockPanels(PanelFormat):
     def step_bytes(self, panel: int) -> int:
         return panel * self.bits // 8
 
-    def weights_ir(self, lanes: int) -> list[str]:
-        integers, vector = f"<{lanes} x i32>", f"<{lanes} x float>"
-        ir = []
+    def weights(self, f: IrFunction, step: Any, headers: Sequence[Any]) -> tuple[Any, Any]:
+        b = f.b
         if self.bits == 4:
-            ir += [
-                f"%bytes = load <{lanes} x i8>, ptr %step, align 1",
-                f"%wide = zext <{lanes} x i8> %bytes to {integers}",
-            ]
-            ir += [
-                f"%u0 = and {integers} %wide, {_splat(15, lanes)}",
-                f"%u1 = lshr {integers} %wide, {_splat(4, lanes)}",
-            ]
-            zero = 0 if self.has_minimum else 8
-            ir += [f"%q{h} = sub {integers} %u{h}, {_splat(zero, lanes)}" for h in (0, 1)]
+            both = b.zext(f.vector(step, 0, f.bytes, align=1), f.ints)
+            zero = f.fill(0 if self.has_minimum else 8, f.ints)
+            halves = (b.and_(both, f.fill(15, f.ints)), b.lshr(both, f.fill(4, f.ints)))
+            quants = [b.sub(half, zero) for half in halves]
         else:
-            ir += [f"%q{h}p = getelementptr i8, ptr %step, i64 {h * lanes}" for h in (0, 1)]
-            ir += [f"%u{h} = load <{lanes} x i8>, ptr %q{h}p, align 1" for h in (0, 1)]
-            ir += [f"%q{h} = sext <{lanes} x i8> %u{h} to {integers}" for h in (0, 1)]
-        ir += [f"%f{h} = sitofp {integers} %q{h} to {vector}" for h in (0, 1)]
+            quants = [b.sext(f.vector(step, start, f.bytes, align=1), f.ints) for start in (0, f.lanes)]
+        scales, values = headers[:2], [b.sitofp(quant, f.floats) for quant in quants]
         if self.has_minimum:
-            fma = f"call {vector} @llvm.fma.v{lanes}f32"
-            return ir + [f"%w{h} = {fma}({vector} %d{h}, {vector} %f{h}, {vector} %m{h})" for h in (0, 1)]
-        return ir + [f"%w{h} = fmul {vector} %d{h}, %f{h}" for h in (0, 1)]
+            first, second = (f.fma(*terms) for terms in zip(scales, values, headers[2:], strict=True))
+        else:
+            first, second = (b.fmul(*terms) for terms in zip(scales, values, strict=True))
+        return first, second
 
     def pack(self, weight: BlockRows, panel: int) -> torch.Tensor:
         """[out, in] in blocks -> [panels, blocks, bytes]."""
@@ -188,10 +178,6 @@ class BlockPanels(PanelFormat):
         """Views: headers fp16 [panels, blocks, headers, panel], steps uint8 [panels, blocks, BLOCK, step bytes]."""
         headers, steps = packed.split([self.header_bytes(panel), BLOCK * self.step_bytes(panel)], dim=-1)
         return headers.view(torch.float16).unflatten(-1, (-1, panel)), steps.unflatten(-1, (BLOCK, -1))
-
-
-def _splat(value: int, lanes: int) -> str:
-    return f"<{', '.join([f'i32 {value}'] * lanes)}>"
 
 
 FLOAT = FloatPanels()

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, written in LLVM IR and compiled at load."""

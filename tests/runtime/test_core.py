@@ -1,0 +1,87 @@
+"""A whole engine in this process: what a checkpoint declares holds in what it generates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mstar.runtime.core import EngineCore
+from mstar.runtime.messages import EngineRequest, FinishReason
+from mstar.runtime.options import EngineOptions
+from mstar.utils.errors import ErrorCode
+
+from .tiny import VOCAB, write_checkpoint
+
+PROMPT = [1, 2, 3]
+LENGTH = 8
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "tiny")
+
+
+def load(folder: Path) -> EngineCore:
+    return EngineCore(EngineOptions(model=str(folder), device="cpu", kv_memory_bytes=2**20, max_running_requests=4))
+
+
+def request(prompt: list[int] = PROMPT, **fields: object) -> EngineRequest:
+    values = {"max_tokens": LENGTH, "temperature": 0.0} | fields
+    return EngineRequest(prompt_ids=np.array(prompt, "<i4").tobytes(), **values)
+
+
+def run(core: EngineCore, *requests: EngineRequest) -> list[tuple[list[int], object]]:
+    """Tokens and the end (a finish reason, or an error code) of each."""
+    tokens: dict[int, list[int]] = {core.submit(each): [] for each in requests}
+    ends: dict[int, object] = {}
+    while core.has_work():
+        report = core.step()
+        for row, token, finish in zip(report.request_ids, report.tokens, report.finish, strict=True):
+            if token >= 0:
+                tokens[int(row)].append(int(token))
+            if finish:
+                ends[int(row)] = FinishReason(int(finish))
+        ends |= {failure.request_id: failure.code for failure in report.failures}
+    return [(made, ends[row]) for row, made in tokens.items()]
+
+
+def declare_eos(folder: Path, place: str, eos: int, other: int) -> None:
+    """Make ``eos`` an end token in one of the three places that can say so, and ``other`` in the others."""
+    ids = {name: eos if name == place else other for name in ("config", "generation_config", "tokenizer_config")}
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ids["config"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids["generation_config"], other]}))
+    added = {str(ids["tokenizer_config"]): {"content": "<end>"}}
+    tokenizer = {"eos_token": "<end>", "added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("place", ["config", "generation_config", "tokenizer_config"])
+def test_an_end_token_stops_wherever_the_checkpoint_declares_it(folder: Path, place: str) -> None:
+    ((whole, _),) = run(load(folder), request(ignore_eos=True))
+    end = next(index for index in range(1, LENGTH) if whole[index] not in whole[:index])
+    declare_eos(folder, place, whole[end], other=next(id for id in range(VOCAB) if id not in whole))
+    cut, ignoring = run(load(folder), request(), request(ignore_eos=True))
+    assert cut == (whole[:end], FinishReason.STOP)
+    assert ignoring == (whole, FinishReason.LENGTH)
+
+
+def test_broken_logits_end_their_request_with_an_error_and_are_counted(folder: Path) -> None:
+    healthy = run(load(folder), request())
+    weights = load_file(folder / "model.safetensors")
+    # Token 50 is poisoned as an input only: the head is a copy from before.
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.embed_tokens.weight"][50] = np.nan
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    core = load(folder)
+    bad, good = run(core, request([50]), request())
+    assert bad == ([], ErrorCode.INTERNAL)
+    assert [good] == healthy
+    assert core.conductor.counters.row_faults == 1
+    assert core.conductor.num_running == 0
