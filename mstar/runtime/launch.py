@@ -78,7 +78,7 @@ def start_engine(
     """
     folder.load_error_path.unlink(missing_ok=True)
     (folder.path / "options.json").write_bytes(msgspec.json.encode(options))
-    command = [engine_python(), "-m", "mstar.runtime.engine_process", str(folder.path)]
+    command = [engine_python(), "-P", "-m", "mstar.runtime.engine_process", str(folder.path)]
     command += ["--name", name, "--server", str(server_pid), str(start_ticks(server_pid) or 0)]
     warnings_fd = _duplicate_stderr()
     try:

@@ -124,7 +124,7 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         low=1.0,
         high=86400.0,
         unit="s",
-        doc="An engine whose step takes longer than this, and than 20 times its longest one, ends itself.",
+        doc="An engine whose step (of max_batch_tokens) takes longer, and 20 times its longest one, ends itself.",
     ),
     Field(
         name="drain_timeout_s",

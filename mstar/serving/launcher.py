@@ -76,6 +76,8 @@ def launch(options: LaunchOptions) -> int:
     if options.exit_timeout_s < 1:
         raise LoadError(f"--exit-timeout: at least 1 second, got {options.exit_timeout_s}")
     repository = options.repository.resolve()
+    if len(str(repository).split()) != 1:
+        raise LoadError(f"--repository: a path without spaces (Triton cannot start its stubs there), got {repository}")
     known = find_models(repository)
     for name in options.models:
         if name not in known:
@@ -136,6 +138,7 @@ class Launcher:
             self._say(f"{failure}; exiting after a grace of {self._options.grace_s:g} s")
             self._show_crash_logs()
             if self._process.wait_signal(self._options.grace_s) is None:
+                self._presence.kill_stale_engines()
                 self._drain(failed=True)
             self._stop()
             return FAILED
@@ -225,7 +228,7 @@ class Launcher:
                 return False
             if self._control.busy_models() == [] or (failed and not self._presence.has_live_stubs()):
                 return True
-            if has_engines and not self._presence.has_live_engines():
+            if (failed or has_engines) and not self._presence.has_live_engines():
                 self._process.wait_signal(SEND_MARGIN_S)  # the last responses are on their way
                 return True
             if time.monotonic() >= deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -247,15 +248,25 @@ def flag_key(argument: str) -> str:
     return name
 
 
+_PYTHON_BACKEND = re.compile(r'^\s*backend\s*:\s*"python"', re.MULTILINE)
+
+
 def find_models(repository: Path) -> tuple[str, ...]:
     """Names of the model folders (those with a ``config.pbtxt``) of a repository, sorted.
 
     Raises:
-        LoadError: the folder does not exist or holds no model.
+        LoadError: the folder does not exist or holds no model, or a Python model lacks its ``model.py`` (the server
+            would log it and wait).
     """
     if not repository.is_dir():
         raise LoadError(f"--repository: {repository} is not a folder")
     names = tuple(sorted(path.parent.name for path in repository.glob("*/config.pbtxt")))
     if not names:
         raise LoadError(f"--repository: {repository} has no model (a folder with a config.pbtxt)")
+    for name in names:
+        is_python = _PYTHON_BACKEND.search((repository / name / "config.pbtxt").read_text(errors="replace"))
+        if is_python and not any(repository.glob(f"{name}/[1-9]*/model.py")):
+            raise LoadError(
+                f"--repository: {repository / name} has no version folder with a model.py, such as 1/model.py"
+            )
     return names

@@ -26,9 +26,18 @@ class Presence:
 
     def lost(self) -> list[str]:
         """Engines and stubs that are gone without having signed off or do not move, each in a few words."""
-        return crashed(self._server_pid) + self._stale_engines()
+        silent = f"no beat for {BEAT_STALE_S:g} s"
+        return crashed(self._server_pid) + [
+            f"engine {engine.name} (pid {engine.pid}), {silent}" for engine in self._stale_engines()
+        ]
 
-    def _stale_engines(self) -> list[str]:
+    def kill_stale_engines(self) -> None:
+        """Ends engines that do not move: nothing they are told reaches them."""
+        for engine in self._stale_engines():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine.pid, signal.SIGKILL)
+
+    def _stale_engines(self) -> list[EngineRecord]:
         stale = []
         for folder in self._folders():
             engine = folder.engine()
@@ -42,7 +51,7 @@ class Presence:
                     continue
             board, check = self._beats[folder.path]
             if check.is_stale(board[Slot.BEAT_NS]):
-                stale.append(f"engine {engine.name} (pid {engine.pid}), no beat for {BEAT_STALE_S:g} s")
+                stale.append(engine)
         return stale
 
     def has_live_stubs(self) -> bool:

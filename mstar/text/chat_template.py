@@ -49,6 +49,7 @@ class ChatTemplate:
             InvalidArgument: the messages are no such list, or the template refuses them.
         """
         check_messages(messages)
+        messages = [_joined_text(message) for message in messages]
         variables = {"tools": None, "documents": None, **self._tokens, **extra}
         try:
             text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -78,6 +79,16 @@ def check_messages(messages: object) -> None:
                 _refuse(index, "must have content made of objects with a type", message)
         elif not isinstance(content, str):
             _refuse(index, "must have content that is text or a list of parts", message)
+
+
+def _joined_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with content made of text parts alone as one text: few text models' templates take parts."""
+    content = message.get("content")
+    if not isinstance(content, list) or not all(
+        part["type"] == "text" and isinstance(part.get("text"), str) for part in content
+    ):
+        return message
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _refuse(index: int, rule: str, message: object) -> NoReturn:

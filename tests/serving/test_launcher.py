@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mstar.serving.launcher import LaunchOptions, launch
 from mstar.serving.ports import choose_port, choose_ports, format_address
 from mstar.utils.errors import LoadError
 
@@ -341,3 +342,10 @@ def swallow(call: Callable[[], object]) -> None:
         call()
     except (OSError, http.client.HTTPException):
         return
+
+
+def test_a_repository_path_with_a_space_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    with pytest.raises(LoadError, match="--repository: a path without spaces"):
+        launch(LaunchOptions(repository=folder))

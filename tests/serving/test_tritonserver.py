@@ -189,3 +189,12 @@ def test_models_are_the_folders_with_a_config(tmp_path: Path) -> None:
 def test_repository_without_models_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(LoadError, match="--repository: "):
         find_models(tmp_path / name)
+
+
+def test_a_python_model_without_model_py_is_named_before_the_server_starts(tmp_path):
+    (tmp_path / "half" / "1").mkdir(parents=True)
+    (tmp_path / "half" / "config.pbtxt").write_text('name: "half"\nbackend: "python"\n')
+    with pytest.raises(LoadError, match=r"half has no .*model\.py"):
+        find_models(tmp_path)
+    (tmp_path / "half" / "1" / "model.py").touch()
+    assert find_models(tmp_path) == ("half",)

@@ -53,6 +53,11 @@ def test_text_equals_transformers(name, chat, extra):
         assert template.render(chat, add_generation_prompt=prompt, **extra) == expected[0]
 
 
+def test_text_parts_are_joined_for_templates_that_know_no_parts():
+    chat = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert ChatTemplate("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}").render(chat) == "<ab>"
+
+
 def test_text_parts_reach_the_template():
     chat = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert ChatTemplate(TEMPLATES["parts"]).render(chat) == "ab"
