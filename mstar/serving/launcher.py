@@ -41,6 +41,7 @@ EXIT_PATIENCE_S = 2.0  # for a drained server, which may wait for idle connectio
 ORPHAN_PATIENCE_S = 5.0  # an engine ends by itself once the server is gone
 FOLDER_PREFIX = "mstar-serve-"
 SHM_FOLDER = Path("/dev/shm")
+SHM_PREFIX = "mstar_"
 FAILED = 1
 
 
@@ -306,16 +307,23 @@ def clear_leftovers() -> None:
     """Remove the folders and shared memory of this user's launchers that were killed before they could."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*-*"):
         with suppress(OSError, ValueError):
-            info = folder.lstat()
-            pid = int(folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0])
-            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
-                remove_shared_memory(folder)
+            if stat.S_ISDIR(folder.lstat().st_mode) and is_leftover(folder, FOLDER_PREFIX):
                 shutil.rmtree(folder, ignore_errors=True)
+    for region in SHM_FOLDER.glob(f"{SHM_PREFIX}*-*"):
+        with suppress(OSError, ValueError):
+            if is_leftover(region, SHM_PREFIX):
+                region.unlink()
+
+
+def is_leftover(path: Path, prefix: str) -> bool:
+    """Whether a path named ``<prefix><pid>-...`` is this user's and its process is gone."""
+    pid = int(path.name.removeprefix(prefix).partition("-")[0])
+    return path.lstat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists()
 
 
 def shared_memory_prefix(folder: Path) -> str:
     """Prefix of the shared memory regions of the server that runs with this private folder."""
-    return f"mstar_{folder.name.removeprefix(FOLDER_PREFIX)}_"
+    return f"{SHM_PREFIX}{folder.name.removeprefix(FOLDER_PREFIX)}_"
 
 
 def remove_shared_memory(folder: Path) -> None:

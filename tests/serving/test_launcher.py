@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mstar.serving.launcher import LaunchOptions, launch
+from mstar.serving import launcher
+from mstar.serving.launcher import LaunchOptions, clear_leftovers, launch
 from mstar.serving.ports import choose_port, choose_ports, format_address
 from mstar.utils.errors import LoadError
 
@@ -349,3 +350,17 @@ def test_a_repository_path_with_a_space_is_refused(tmp_path: Path) -> None:
     folder.mkdir()
     with pytest.raises(LoadError, match="--repository: a path without spaces"):
         launch(LaunchOptions(repository=folder))
+
+
+def test_shared_memory_of_the_dead_is_cleared_and_that_of_the_living_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "SHM_FOLDER", tmp_path)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for name in (f"mstar_{dead.pid}-abc_region", f"mstar_{os.getpid()}-abc_region", "mstar_other-region", "unrelated"):
+        (tmp_path / name).touch()
+    clear_leftovers()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"mstar_{os.getpid()}-abc_region", "mstar_other-region", "unrelated",
+    ]  # fmt: skip
