@@ -43,7 +43,7 @@ class CompiledWalks:
     max_iters           [loops] int64       iteration bound
     ==================  ==================  =====================================================================
 
-    ``successors[s]`` and ``exits[s]`` list what FORK stands for; ``stop_signals[loop]`` names the loop's signal.
+    ``successors[s]`` lists what FORK stands for; ``stop_signals[loop]`` names the loop's signal.
     """
 
     walks: tuple[Walk, ...]
@@ -57,7 +57,6 @@ class CompiledWalks:
     max_iters: np.ndarray
     stop_signals: tuple[str, ...]
     successors: tuple[tuple[int, ...], ...]
-    exits: tuple[tuple[int, ...], ...]
     starts: dict[str, tuple[int, ...]]
 
     def state_id(self, walk: str, node: str) -> int:
@@ -150,7 +149,6 @@ class _Builder:
             max_iters=np.array([loop.max_iters for loop in self.loops], dtype=np.int64),
             stop_signals=tuple(loop.stop_signal for loop in self.loops),
             successors=tuple(map(tuple, follow)),
-            exits=tuple(map(tuple, self.after)),
             starts=self.starts,
         )
 

@@ -28,7 +28,7 @@ KEPT_PREFIXES = (
 )  # fmt: skip
 
 # Between two parallel regions a compute thread spins for about 0.1 ms, then sleeps.  On two cores, 8 rows, ms per
-# step: 39 alone and 55 beside one busy process; sleeping at once 68 and 59; the OpenMP library's own spin 38 and 800.
+# step: 39 alone and 55 beside one busy process; sleeping at once 68 and 59; the library's own spin 33-43 and 800.
 SPIN_COUNT = "2000"
 
 

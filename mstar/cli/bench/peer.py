@@ -28,7 +28,6 @@ class TransformersPeer:
         except ImportError as error:
             raise MstarError(f"--compare needs transformers (pip install 'mstar-triton[test]'): {error}") from error
         transformers.logging.set_verbosity_error()
-        self._torch_dtype = dtype
         self._model = self._build(transformers, checkpoint).to(dtype).eval()
         self.name = f"transformers {transformers.__version__}"
 
