@@ -2,74 +2,132 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from mstar.conductor.lanes import Lane
 from mstar.conductor.rows import IDLE, RowTable
 from mstar.engine.batch import Batch
+
+
+@dataclass(frozen=True, eq=False)
+class Pick:
+    """A step's rows: master rows and request ids, int64 [n], in the batch's order."""
+
+    lane: Lane
+    rows: np.ndarray
+    request_ids: np.ndarray
+    batch: Batch
 
 
 class Batcher:
     """Picks a step's rows.  An unchanged set of rows gives the same :class:`Batch` object again.
 
-    Prefill and decode are states like any other, so with both ready they take turns.
+    Prefill and decode are states like any other, so with both ready they take turns; where a combined walk takes
+    both, they share its steps instead.
     """
 
     def __init__(
-        self,
-        states: Sequence[tuple[str, str]],
-        entry_state: int,
-        max_rows: Sequence[int | None],
-        max_batch_tokens: int,
+        self, plain: Sequence[Lane], combined: Sequence[Lane], entry_state: int, max_batch_tokens: int
     ) -> None:
         """
         Args:
-            states: (walk, node) of each state.
+            plain: the lane of each state.
+            combined: lanes of several states, the last of them the entry state.
             entry_state: where requests start; its rows bring their whole prompt, all others one token.
-            max_rows: most rows of a step, by state; None is no bound.
             max_batch_tokens: most prompt tokens of a step of several rows.
         """
-        self._states = states
+        self._plain = plain
+        self._combined = combined
         self._entry_state = entry_state
-        self._max_rows = max_rows
         self._max_batch_tokens = max_batch_tokens
-        self._last_run = np.full(len(states), -1, np.int64)
+        self._last_run = np.full(len(plain), -1, np.int64)
         self._steps = 0
-        self._last_batch: dict[int, tuple[np.ndarray, Batch]] = {}
+        self._last_pick: dict[str, Pick] = {}  # by node and walk
+        self._steady: tuple[int, Pick | None] = (-1, None)  # the table's version when this pick had all ready rows
 
-    def next(self, table: RowTable) -> tuple[np.ndarray, Batch] | None:
-        """Master rows int64 [n] and their batch; None when no row can run."""
+    def pick(self, table: RowTable) -> Pick | None:
+        """The next step's rows; None when no row can run.  Asked again, it answers the same until :meth:`ran`."""
+        if table.version == self._steady[0]:
+            return self._steady[1]
         ready = (table.state != IDLE) & ~table.is_held
-        counts = np.bincount(table.state[ready], minlength=len(self._states))
-        if not counts.any():
+        counts = np.bincount(table.state[ready], minlength=len(self._plain))
+        states = np.flatnonzero(counts)
+        if not states.size:
             return None
-        state = int(np.argmin(np.where(counts > 0, self._last_run, self._steps)))
+        state = int(states[np.argmin(self._last_run[states])])
+        if states.size > 1:
+            for lane in self._combined:
+                if state in lane.states and all(counts[each] for each in lane.states):
+                    parts = self._parts(table, lane, ready)
+                    if parts is not None:
+                        return self._make(table, lane, parts)
         rows = self._cut(table, state, np.flatnonzero(ready & (table.state == state)))
-        self._last_run[state] = self._steps
-        table.last_step[rows] = self._steps
+        pick = self._make(table, self._plain[state], [rows])
+        if rows.size == counts.sum():
+            self._steady = table.version, pick
+        return pick
+
+    def ran(self, table: RowTable, pick: Pick) -> None:
+        """The pick was launched: others come first now."""
+        self._last_run[list(pick.lane.states)] = self._steps
+        table.last_step[pick.rows] = self._steps
         self._steps += 1
-        return rows, self._batch(table, state, rows)
+
+    def _parts(self, table: RowTable, lane: Lane, ready: np.ndarray) -> list[np.ndarray] | None:
+        """All ready rows of one token, and the prompts that fit beside them; None when not even one does."""
+        parts = [np.flatnonzero(ready & (table.state == state)) for state in lane.states]
+        taken = sum(rows.size for rows in parts[:-1])
+        prompts, tokens = _oldest(table, parts[-1]), self._max_batch_tokens
+        if lane.max_rows is not None:
+            prompts = prompts[: max(lane.max_rows - taken, 0)]
+        if lane.max_tokens is not None:
+            tokens = min(tokens, lane.max_tokens - taken)
+        parts[-1] = _within(table, prompts, tokens)
+        return parts if parts[-1].size else None
 
     def _cut(self, table: RowTable, state: int, rows: np.ndarray) -> np.ndarray:
         """At most a step's worth: those that waited longest, then those with fewest tokens, then by arrival."""
-        bound = self._max_rows[state] or rows.size
+        lane = self._plain[state]
+        bound = lane.max_rows or rows.size
         if state != self._entry_state:
             if rows.size <= bound:
                 return rows
-            order = np.lexsort((table.request_id[rows], table.generated[rows], table.last_step[rows]))
+            order = np.lexsort((table.request_id[rows], table.issued[rows], table.last_step[rows]))
             return np.sort(rows[order[:bound]])
-        rows = rows[np.argsort(table.request_id[rows])][:bound]
-        fitting = int(np.searchsorted(np.cumsum(table.prompt_tokens[rows]), self._max_batch_tokens, side="right"))
-        return rows[: max(fitting, 1)]
+        rows = _oldest(table, rows)
+        tokens = min(self._max_batch_tokens, lane.max_tokens or self._max_batch_tokens)
+        fitting = _within(table, rows[:bound], tokens)
+        return fitting if fitting.size else rows[:1]
 
-    def _batch(self, table: RowTable, state: int, rows: np.ndarray) -> Batch:
+    def _make(self, table: RowTable, lane: Lane, parts: list[np.ndarray]) -> Pick:
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         ids = table.request_id[rows]
-        last = self._last_batch.get(state)
-        if last is not None and np.array_equal(last[0], ids):
-            return last[1]
-        walk, node = self._states[state]
+        key = f"{lane.node}/{lane.walk}"
+        last = self._last_pick.get(key)
+        if last is not None and np.array_equal(last.request_ids, ids):
+            return last
         infos = [info for row in rows.tolist() if (info := table.infos[row]) is not None]
-        batch = Batch(node=node, graph_walk=walk, infos=infos)
-        self._last_batch[state] = (ids, batch)
-        return batch
+        walks = None
+        if len(parts) > 1:
+            walks = tuple(
+                itertools.chain.from_iterable(
+                    itertools.repeat(walk, part.size) for walk, part in zip(lane.walks, parts, strict=True)
+                )
+            )
+        pick = Pick(lane, rows, ids, Batch(node=lane.node, graph_walk=lane.walk, infos=infos, row_walks=walks))
+        self._last_pick[key] = pick
+        return pick
+
+
+def _oldest(table: RowTable, rows: np.ndarray) -> np.ndarray:
+    """Rows in order of arrival."""
+    return rows[np.argsort(table.request_id[rows])]
+
+
+def _within(table: RowTable, rows: np.ndarray, tokens: int) -> np.ndarray:
+    """As many of the first rows as have at most ``tokens`` prompt tokens together."""
+    return rows[: int(np.searchsorted(np.cumsum(table.prompt_tokens[rows]), tokens, side="right"))]

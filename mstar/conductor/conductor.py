@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import logging
-
-import numpy as np
 
 from mstar.conductor.admission import Admission
 from mstar.conductor.batching import Batcher
 from mstar.conductor.configs import RequestConfigs
 from mstar.conductor.counters import Counters
+from mstar.conductor.departures import Departures
+from mstar.conductor.joining import Joining
+from mstar.conductor.lanes import combined_lanes, plain_lanes
 from mstar.conductor.pools import Pools
 from mstar.conductor.protocols import ServedModel, StepEngine
 from mstar.conductor.queue import Limits, Waiting, WaitQueue
-from mstar.conductor.report import Failure, Outbox, StepReport
-from mstar.conductor.request import NO_TOKEN, EngineRequest, FinishReason
+from mstar.conductor.report import Outbox, StepReport
+from mstar.conductor.request import EngineRequest, FinishReason
 from mstar.conductor.rows import RowTable
+from mstar.conductor.steps import Flight, Steps
 from mstar.conductor.stops import StopCheck
-from mstar.conductor.transitions import DONE, Transitions
-from mstar.engine.batch import Batch
-from mstar.engine.resources.step import AdmitOutcome, AdmitRuntimeError
+from mstar.conductor.transitions import Transitions
 from mstar.graph import compile_walks
-from mstar.utils.errors import EngineFault, ErrorCode, MstarError, Unavailable
-
-log = logging.getLogger(__name__)
+from mstar.utils import knobs
+from mstar.utils.errors import ErrorCode, MstarError, Unavailable
 
 
 class Conductor:
@@ -32,26 +30,34 @@ class Conductor:
 
     A request joins when a row and its pages are free, in order of arrival; it leaves at a step's end.  Every
     accepted request ends exactly once: in a report's rows, in its failures, or by :meth:`finish`.
+
+    With ``limits.run_ahead`` a step is launched before the tokens of the one before have come, so at most two are in
+    the device's queue.  A request that turns out to have ended runs along once more; that token is dropped.
     """
 
     def __init__(self, engine: StepEngine, model: ServedModel, limits: Limits) -> None:
         self.limits = limits
+        self.max_running_requests = min(limits.max_running_requests, engine.capacity)
         self.counters = Counters()
-        self.pools = Pools(engine.resources.values())
+        self.pools = Pools(engine.resources)
         self._engine = engine
-        self._transitions = Transitions(compile_walks(model.walks), model.next_walk)
+        self._transitions = transitions = Transitions(compile_walks(model.walks), model.next_walk)
         self._batcher = Batcher(
-            self._transitions.states,
-            self._transitions.entry_state,
-            [engine.max_batch_size(state.node, state.walk) for state in self._transitions.states],
+            plain_lanes(transitions, engine),
+            combined_lanes(transitions, engine) if limits.mixed_steps else [],
+            transitions.entry_state,
             limits.max_batch_tokens,
         )
-        self._configs = RequestConfigs(model.resource_specs)
-        self._stops = StopCheck(limits.vocab_size, model.eos_ids)
-        self._table = RowTable(limits.max_running_requests)
+        self._table = RowTable(self.max_running_requests)
         self._admission = Admission(limits, self.pools)
         self._queue = WaitQueue()
+        self._joining = Joining(self._queue, self.pools, RequestConfigs(model.resource_specs))
         self._outbox = Outbox()
+        self._departures = Departures(engine, self._table, self.counters, self._outbox)
+        stops = StopCheck(limits.vocab_size, model.eos_ids)
+        self._steps = Steps(engine, self._table, transitions, stops, self._departures, self.counters, self._outbox)
+        self._in_flight: Flight | None = None
+        self._plans_ahead = knobs.pre_plan_spec()
         self._ids = itertools.count()
         self._is_draining = False
 
@@ -68,8 +74,8 @@ class Conductor:
         return self._queue.num_tokens
 
     def has_work(self) -> bool:
-        """Whether :meth:`step` would do or report anything."""
-        return bool(self._table.num_running or len(self._queue) or self._outbox)
+        """Whether :meth:`step` would do or report anything; true while a step is in flight."""
+        return bool(self._table.num_running or len(self._queue) or self._outbox or self._in_flight is not None)
 
     def drain(self) -> None:
         """Refuses new requests from now on; those accepted go on."""
@@ -93,7 +99,7 @@ class Conductor:
         request_id = next(self._ids)
         waiting = Waiting(request_id, client, request_id if ticket < 0 else ticket, request, limit)
         if limit == 0:
-            self._end_unrun(waiting, FinishReason.LENGTH)
+            self._departures.end_unrun(waiting, FinishReason.LENGTH)
             return request_id
         self._queue.push(waiting)
         self._join()
@@ -107,51 +113,71 @@ class Conductor:
         """Ends a request wherever it stands; reported with finish ``CANCELLED``.  No effect once it has ended."""
         waiting = self._queue.remove(request_id)
         if waiting is not None:
-            self._end_unrun(waiting, FinishReason.CANCELLED)
+            self._departures.end_unrun(waiting, FinishReason.CANCELLED)
             return
         row = self._table.row_of.get(request_id)
         if row is not None:
-            self._end_row(row, FinishReason.CANCELLED)
+            self._departures.end(row, FinishReason.CANCELLED)
 
     def finish(self, request_id: int, kept_tokens: int) -> None:
         """Ends a request whose text was found complete after ``kept_tokens``; it is reported no more."""
-        waiting = self._queue.remove(request_id)
         row = self._table.row_of.get(request_id)
         if row is not None:
             self.counters.overshoot_tokens += max(int(self._table.generated[row]) - kept_tokens, 0)
-            self._leave(row)
-        if row is not None or waiting is not None:
+            self._departures.leave(row, FinishReason.STOP)
+        elif self._queue.remove(request_id) is not None:
             self.counters.finished[FinishReason.STOP] += 1
 
     def fail_all(self, error: MstarError) -> None:
         """Ends everything with one error."""
         while (waiting := self._queue.head()) is not None:
             self._queue.remove(waiting.request_id)
-            self._report_failure(waiting.request_id, waiting.client, waiting.ticket, error.code, str(error))
-        for row in list(self._table.row_of.values()):
-            self._fail(row, error)
+            self._departures.fail_unrun(waiting, error.code, str(error))
+        self._departures.fail_all(dict.fromkeys(list(self._table.row_of), error))
 
     def step(self) -> StepReport:
-        """Lets waiting requests in, runs one step if any row can run, and reports all that happened since the last.
+        """Lets waiting requests in, launches a step if any row can run, and reports all that happened since the last.
 
-        An error inside the step ends the rows it belongs to; it never raises.
+        Running ahead, that is what the step launched by the last call brought, else what this call's did.  An error
+        inside a step ends the rows it belongs to; it never raises.
         """
         self._join()
-        picked = self._batcher.next(self._table)
-        if picked is not None:
-            self._run(*picked)
+        before, self._in_flight = self._in_flight, None
+        launched = self._launch()
+        if before is not None:
+            self._steps.land(before)
+        if launched is not None:
+            self._steps.settle(launched)  # a row it failed for may have ended well in the step before
+            if launched.handle is not None:
+                if self.limits.run_ahead:
+                    self._in_flight = launched
+                else:
+                    self._steps.land(launched)
+        if self._plans_ahead:
+            self._plan_ahead()
         return self._outbox.take()
 
-    # Arrival.
+    def _launch(self) -> Flight | None:
+        pick = self._batcher.pick(self._table)
+        self._engine.clock.mark("schedule")
+        if pick is None:
+            return None
+        self._batcher.ran(self._table, pick)
+        return self._steps.launch(pick)
+
+    def _plan_ahead(self) -> None:
+        """Has the engine plan what the next call launches, should nothing change until then."""
+        pick = self._batcher.pick(self._table)
+        if pick is not None:
+            self._engine.pre_plan(pick.batch)
 
     def _join(self) -> None:
-        """Moves requests from the queue's head into rows while rows and pages last."""
-        while (waiting := self._queue.head()) is not None:
-            if self._table.num_running >= self.limits.max_running_requests:
+        """Moves waiting requests into rows while rows and pages last."""
+        while self._table.num_running < self.max_running_requests:
+            found = self._joining.next()
+            if found is None:
                 return
-            if not self.pools.fits_now(waiting.total_tokens):
-                return
-            info = self._configs.describe(waiting)
+            waiting, info = found
             try:
                 self._engine.ingest(info)
             except Unavailable:
@@ -159,109 +185,10 @@ class Conductor:
             except Exception as error:  # a ValueError is a resource's word on the request's parameters
                 self._queue.remove(waiting.request_id)
                 code = ErrorCode.INVALID_ARG if isinstance(error, ValueError) else ErrorCode.INTERNAL
-                self._report_failure(waiting.request_id, waiting.client, waiting.ticket, code, str(error))
+                self._departures.fail_unrun(waiting, code, str(error))
                 continue
             self._queue.remove(waiting.request_id)
             self._table.join(waiting, info, self._transitions.entry_state)
             self.counters.prompt_tokens += waiting.request.num_prompt_tokens
-
-    # A step.
-
-    def _run(self, rows: np.ndarray, batch: Batch) -> None:
-        try:
-            result = self._engine.exec(batch)
-        except Exception as error:
-            log.exception("%s/%s: a step of %d rows failed", batch.node, batch.graph_walk, rows.size)
-            for row in rows.tolist():
-                self._fail(row, error)
-            return
-        for request_id, row_error in result.errors.items():
-            self._fail(self._table.row_of[request_id], row_error)
-        if result.refused is not None:
-            self._hold_back(rows, result.refused)
-        elif result.request_ids:
-            if len(result.request_ids) != rows.size:  # some rows failed or were skipped
-                rows = np.array([self._table.row_of[request_id] for request_id in result.request_ids], np.int64)
-            self._advance(rows, result.host["new_token"], result.host.get("fault"))
-
-    def _advance(self, rows: np.ndarray, tokens: np.ndarray, fault: np.ndarray | None) -> None:
-        """Counts, checks and moves every row that ran; ``tokens`` int64 [n], ``fault`` bool [n]."""
-        if fault is not None and fault.any():
-            self.counters.row_faults += int(fault.sum())
-            for row in rows[fault].tolist():
-                self._fail(row, EngineFault("the model's logits are not finite"))
-            rows, tokens = rows[~fault], tokens[~fault]
-        table = self._table
-        table.generated[rows] += 1
-        finish = self._stops.check(table, rows, tokens)
-        table.state[rows], table.iteration[rows] = self._transitions.advance(table.state[rows], table.iteration[rows])
-        finish[(finish == FinishReason.RUNNING) & (table.state[rows] == DONE)] = FinishReason.LENGTH
-        is_output = finish != FinishReason.STOP
-        self.counters.generated_tokens += int(is_output.sum())
-        self._outbox.add_step(
-            table.request_id[rows],
-            table.client[rows],
-            table.ticket[rows],
-            np.where(is_output, tokens, NO_TOKEN),
-            finish,
-        )
-        ended = finish != FinishReason.RUNNING
-        if ended.any():
-            for row, reason in zip(rows[ended].tolist(), finish[ended].tolist(), strict=True):
-                self.counters.finished[FinishReason(reason)] += 1
-                self._leave(row)
-
-    def _hold_back(self, rows: np.ndarray, outcome: AdmitOutcome) -> None:
-        """After a refused admission: the newest rows sit out until somebody leaves; the oldest goes on.
-
-        Reservations make this rare.  Half of the rows are held at a time, so a step is tried again soon; when not
-        even one row fits and nobody else can run, one request ends, which frees what it held.
-        """
-        self.counters.refused_admissions += 1
-        table, reason = self._table, outcome.reason
-        rows = rows[table.state[rows] >= 0]  # without those that just failed
-        if rows.size == 0 or outcome.ok:
-            return
-        if isinstance(reason, AdmitRuntimeError):
-            named = table.row_of.get(reason.request_id)
-            for row in rows.tolist() if named is None else [named]:
-                self._fail(row, EngineFault(reason.message))
-            return
-        newest_last = rows[np.argsort(table.request_id[rows])]
-        table.is_held[newest_last[rows.size // 2 :]] = True
-        running = np.flatnonzero(table.state >= 0)
-        if not table.is_held[running].all():
-            return
-        if running.size == 1:
-            self._end_row(int(running[0]), FinishReason.LENGTH)
-            return
-        newest = int(running[np.argmax(table.request_id[running])])
-        self._fail(newest, Unavailable("the KV cache is exhausted"))
-
-    # Departure.
-
-    def _leave(self, row: int) -> None:
-        self._engine.remove(int(self._table.request_id[row]))
-        self._table.leave(row)
-
-    def _end_row(self, row: int, reason: FinishReason) -> None:
-        table = self._table
-        self.counters.finished[reason] += 1
-        self._outbox.add_end(int(table.request_id[row]), int(table.client[row]), int(table.ticket[row]), reason)
-        self._leave(row)
-
-    def _end_unrun(self, waiting: Waiting, reason: FinishReason) -> None:
-        self.counters.finished[reason] += 1
-        self._outbox.add_end(waiting.request_id, waiting.client, waiting.ticket, reason)
-
-    def _fail(self, row: int, error: Exception) -> None:
-        table = self._table
-        code, message = ErrorCode.INTERNAL, f"the engine failed: {type(error).__name__}: {error}"
-        if isinstance(error, MstarError):
-            code, message = error.code, str(error)
-        self._report_failure(int(table.request_id[row]), int(table.client[row]), int(table.ticket[row]), code, message)
-        self._leave(row)
-
-    def _report_failure(self, request_id: int, client: int, ticket: int, code: ErrorCode, message: str) -> None:
-        self.counters.failed += 1
-        self._outbox.add_failure(Failure(request_id, client, ticket, code, message))
+            self.counters.cached_prompt_tokens += info.cached_tokens
+            self._outbox.add_cached(info.cached_tokens)

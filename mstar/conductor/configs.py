@@ -27,6 +27,7 @@ class RequestConfigs:
 
     def describe(self, waiting: Waiting) -> RequestInfo:
         request = waiting.request
+        prompt_ids = request.prompt_array().astype(np.int64)
         seed = request.seed if request.seed is not None else derive_seed(self._salt, f"request:{waiting.request_id}")
         configs: dict[str, ResourceReqConfig] = {}
         for key in self._samplers:
@@ -38,10 +39,10 @@ class RequestConfigs:
             )
             configs[key].apply_conductor_config(seed=seed, resource_key=key)
         for key in self._caches:
-            configs[key] = KVReqConfig(prompt_tokens=request.num_prompt_tokens, max_tokens=waiting.limit)
+            configs[key] = KVReqConfig(prompt_tokens=prompt_ids.size, max_tokens=waiting.limit, prompt_ids=prompt_ids)
         return RequestInfo(
             request_id=waiting.request_id,
-            prompt_ids=request.prompt_array().astype(np.int64),
+            prompt_ids=prompt_ids,
             max_tokens=waiting.limit,
             resource_configs=configs,
         )

@@ -10,11 +10,18 @@ from mstar.conductor.request import FinishReason
 
 @dataclass
 class Counters:
-    """Totals since the start.  ``overshoot_tokens`` were made after the text's end, before the front end said so."""
+    """Totals since the start.
+
+    ``cached_prompt_tokens`` of the prompts' tokens were found in a prefix cache.  ``overshoot_tokens`` were made after
+    the text's end, before the front end said so; ``discarded_tokens`` came from a step that was already launched when
+    their request ended, and nobody saw them.
+    """
 
     prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     generated_tokens: int = 0
     overshoot_tokens: int = 0
+    discarded_tokens: int = 0
     row_faults: int = 0
     failed: int = 0
     refused_admissions: int = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Mapping
 from typing import Protocol, runtime_checkable
 
+from mstar.engine.resources.kv.config import KVReqConfig
+from mstar.engine.resources.spec import ResourceReqConfig
 from mstar.utils.errors import InvalidArgument
 
 
@@ -26,31 +28,52 @@ class PagePool(Protocol):
     @property
     def free_pages(self) -> int: ...
 
+    @property
+    def admission_order(self) -> str: ...
+
+    @property
+    def backfill_window(self) -> int: ...
+
+    @property
+    def admission_version(self) -> Hashable: ...
+
     def pages_for(self, tokens: int) -> int: ...
 
     def can_ever_fit(self, tokens: int) -> bool: ...
 
-    def fits_now(self, tokens: int) -> bool: ...
+    def can_join(self, config: KVReqConfig) -> bool: ...
+
+    def may_pass(self, config: KVReqConfig, head: KVReqConfig) -> bool: ...
 
 
 class Pools:
     """The page pools among an engine's resources, asked as one."""
 
-    def __init__(self, resources: Iterable[object]) -> None:
-        self._pools = [resource for resource in resources if isinstance(resource, PagePool)]
+    def __init__(self, resources: Mapping[str, object]) -> None:
+        self._pools = {key: resource for key, resource in resources.items() if isinstance(resource, PagePool)}
 
     @property
     def capacity_tokens(self) -> int | None:
         """Longest stream that an empty engine holds; None without pools."""
-        return min((pool.num_usable_pages * pool.config.page_size for pool in self._pools), default=None)
+        return min((pool.num_usable_pages * pool.config.page_size for pool in self._pools.values()), default=None)
 
     @property
     def num_pages(self) -> int:
-        return sum(pool.num_usable_pages for pool in self._pools)
+        return sum(pool.num_usable_pages for pool in self._pools.values())
 
     @property
     def num_pages_used(self) -> int:
-        return sum(pool.num_usable_pages - pool.free_pages for pool in self._pools)
+        return sum(pool.num_usable_pages - pool.free_pages for pool in self._pools.values())
+
+    @property
+    def window(self) -> int:
+        """How many of those that wait longest may be let in: 1, the head, where one pool keeps to their order."""
+        return min((_window(pool) for pool in self._pools.values()), default=1)
+
+    @property
+    def version(self) -> Hashable:
+        """Changes when a pool that refused somebody may answer otherwise."""
+        return tuple(pool.admission_version for pool in self._pools.values())
 
     def check_can_ever_fit(self, prompt_tokens: int, max_tokens: int) -> None:
         """Refuses what would not fit an empty pool.
@@ -59,7 +82,7 @@ class Pools:
             InvalidArgument: with the pages there are and the pages it would need.
         """
         total = prompt_tokens + max_tokens
-        for pool in self._pools:
+        for pool in self._pools.values():
             if not pool.can_ever_fit(total):
                 allowed = (
                     f"prompt and output within the KV cache of {pool.num_usable_pages} pages "
@@ -68,5 +91,20 @@ class Pools:
                 need = f"{prompt_tokens} + {max_tokens} tokens = {pool.pages_for(total)} pages"
                 raise InvalidArgument("max_tokens", allowed, need)
 
-    def fits_now(self, tokens: int) -> bool:
-        return all(pool.fits_now(tokens) for pool in self._pools)
+    def can_join(self, configs: Mapping[str, ResourceReqConfig]) -> bool:
+        """Whether a request of these parameters may run beside everything that runs now."""
+        return all(pool.can_join(_of(configs, key)) for key, pool in self._pools.items())
+
+    def may_pass(self, configs: Mapping[str, ResourceReqConfig], head: Mapping[str, ResourceReqConfig]) -> bool:
+        """Whether it may do so before ``head``, which waits longer and cannot join yet, at no cost to it."""
+        return all(pool.may_pass(_of(configs, key), _of(head, key)) for key, pool in self._pools.items())
+
+
+def _window(pool: PagePool) -> int:
+    return max(pool.backfill_window, 1) if pool.admission_order == "backfill" else 1
+
+
+def _of(configs: Mapping[str, ResourceReqConfig], key: str) -> KVReqConfig:
+    config = configs[key]
+    assert isinstance(config, KVReqConfig)
+    return config

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from mstar.engine.batch import Batch, StepResult
+from mstar.engine.in_flight import InFlight
 from mstar.engine.inputs import RequestInfo
+from mstar.engine.phase_clock import PhaseClock
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.graph import Walk
 
@@ -17,13 +21,29 @@ class StepEngine(Protocol):
     @property
     def resources(self) -> Mapping[str, object]: ...
 
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def clock(self) -> PhaseClock: ...
+
     def ingest(self, info: RequestInfo) -> None: ...
 
     def remove(self, request_id: int) -> None: ...
 
     def max_batch_size(self, node: str, graph_walk: str) -> int | None: ...
 
-    def exec(self, batch: Batch) -> StepResult: ...
+    def max_packed_tokens(self, node: str, graph_walk: str) -> int | None: ...
+
+    def combined_graph_walks(self) -> Mapping[str, Mapping[str, Sequence[str]]]: ...
+
+    def launch(self, batch: Batch) -> InFlight: ...
+
+    def collect(self, in_flight: InFlight) -> StepResult: ...
+
+    def pre_plan(self, batch: Batch) -> None: ...
+
+    def extend_prefix_chains(self, request_ids: Sequence[int], tokens: np.ndarray) -> None: ...
 
 
 class ServedModel(Protocol):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mstar.conductor.request import EngineRequest
@@ -10,10 +12,11 @@ from mstar.conductor.request import EngineRequest
 
 @dataclass(frozen=True)
 class Limits:
-    """What the conductor lets in.
+    """What the conductor lets in, and how it runs it.
 
     ``max_queued_tokens`` 0 is no bound; it counts prompt tokens.  ``max_batch_tokens`` bounds the prompt tokens of
-    one step, unless a single prompt is longer.
+    one step, unless a single prompt is longer.  ``run_ahead`` launches a step before the tokens of the one before
+    are on the host; ``mixed_steps`` runs prompts beside rows that generate, where the model has a walk for it.
     """
 
     max_running_requests: int
@@ -22,6 +25,8 @@ class Limits:
     max_seq_len: int
     vocab_size: int
     max_queued_tokens: int = 0
+    run_ahead: bool = False
+    mixed_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class WaitQueue:
     def __init__(self) -> None:
         self._requests: OrderedDict[int, Waiting] = OrderedDict()
         self.num_tokens = 0
+        self.num_pushed = 0  # ever: tells whether somebody arrived since
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -53,10 +59,15 @@ class WaitQueue:
     def push(self, waiting: Waiting) -> None:
         self._requests[waiting.request_id] = waiting
         self.num_tokens += waiting.request.num_prompt_tokens
+        self.num_pushed += 1
 
     def head(self) -> Waiting | None:
         """The one that waits longest."""
         return next(iter(self._requests.values()), None)
+
+    def first(self, count: int) -> Iterator[Waiting]:
+        """The ``count`` that wait longest, in order."""
+        return itertools.islice(self._requests.values(), count)
 
     def remove(self, request_id: int) -> Waiting | None:
         waiting = self._requests.pop(request_id, None)

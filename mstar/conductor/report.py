@@ -26,8 +26,9 @@ class StepReport:
     """Rows that brought a token or ended, one entry each; every array is [rows].
 
     ``clients`` and ``tickets`` are what the request was submitted under.  ``tokens`` holds -1 where a row ends
-    without output; ``finish`` is a :class:`FinishReason`.  ``num_stepped`` counts rows the engine ran: 0 means that
-    no step could run.
+    without output; ``finish`` is a :class:`FinishReason`.  ``num_stepped`` counts rows of the step that was
+    launched: 0 means that none could run.  ``cached_prompt_tokens`` are what the requests that joined found in a
+    prefix cache.
     """
 
     request_ids: np.ndarray  # int64
@@ -37,6 +38,7 @@ class StepReport:
     finish: np.ndarray  # uint8
     failures: list[Failure] = field(default_factory=list)
     num_stepped: int = 0
+    cached_prompt_tokens: int = 0
 
 
 class Outbox:
@@ -46,6 +48,7 @@ class Outbox:
         self._chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         self._failures: list[Failure] = []
         self._num_stepped = 0
+        self._cached_prompt_tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._chunks or self._failures)
@@ -58,8 +61,13 @@ class Outbox:
         tokens: np.ndarray,
         finish: np.ndarray,
     ) -> None:
-        self._chunks.append((request_ids, clients, tickets, tokens.astype(np.int32), finish))
-        self._num_stepped += request_ids.size
+        self._chunks.append((request_ids, clients, tickets, tokens, finish))
+
+    def add_launch(self, num_rows: int) -> None:
+        self._num_stepped += num_rows
+
+    def add_cached(self, tokens: int) -> None:
+        self._cached_prompt_tokens += tokens
 
     def add_end(self, request_id: int, client: int, ticket: int, finish: FinishReason) -> None:
         """A request that ended outside a step."""
@@ -77,8 +85,8 @@ class Outbox:
             columns = tuple(np.concatenate(column) for column in zip(*self._chunks, strict=True))  # type: ignore[assignment]
         else:
             columns = _EMPTY
-        report = StepReport(*columns, failures=self._failures, num_stepped=self._num_stepped)
-        self._chunks, self._failures, self._num_stepped = [], [], 0
+        report = StepReport(*columns, self._failures, self._num_stepped, self._cached_prompt_tokens)
+        self._chunks, self._failures, self._num_stepped, self._cached_prompt_tokens = [], [], 0, 0
         return report
 
 

@@ -7,15 +7,19 @@ import numpy as np
 from mstar.conductor.queue import Waiting
 from mstar.engine.inputs import RequestInfo
 
-IDLE = -1  # the state of a row without a request
+IDLE = -1  # the state of a row that no step can run
 
 
 class RowTable:
     """One entry per master row [capacity]; filled when a request joins, cleared when it leaves.
 
-    ``state``: where the request stands in its walks.  ``iteration``: rounds of the loop it is in.  ``limit``: most
-    tokens it may generate.  ``is_held``: sits out steps until another request leaves.  ``last_step``: number of the
-    step that ran it last, -1 before its first.  ``stop_ids`` [capacity, most per request], padded with -1.
+    ``state``: where the request's next step is, from what was launched so far; IDLE without a request, and when its
+    last token was launched.  ``iteration``: rounds of the loop it is in.  ``limit``: most tokens it may generate.
+    ``issued``: tokens whose step was launched, ``generated``: those that came to the host.  ``prompt_tokens``: what
+    its first step brings, the prompt less its cached prefix.  ``is_held``: sits out steps until another request
+    leaves.  ``last_step``: number of the step that ran it last, -1 before its first.  ``stop_ids`` [capacity, most
+    per request], padded with -1.  ``num_left`` counts departures; ``version`` moves with every change of which rows
+    are ready for what.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -25,6 +29,7 @@ class RowTable:
         self.state = np.full(capacity, IDLE, np.int64)
         self.iteration = np.zeros(capacity, np.int64)
         self.prompt_tokens = np.zeros(capacity, np.int64)
+        self.issued = np.zeros(capacity, np.int64)
         self.generated = np.zeros(capacity, np.int64)
         self.limit = np.zeros(capacity, np.int64)
         self.ignore_eos = np.zeros(capacity, bool)
@@ -33,6 +38,8 @@ class RowTable:
         self.stop_ids = np.full((capacity, 0), -1, np.int64)
         self.infos: list[RequestInfo | None] = [None] * capacity
         self.row_of: dict[int, int] = {}
+        self.num_left = 0
+        self.version = 0
 
     @property
     def num_running(self) -> int:
@@ -46,7 +53,8 @@ class RowTable:
         self.ticket[row] = waiting.ticket
         self.state[row] = state
         self.iteration[row] = 0
-        self.prompt_tokens[row] = request.num_prompt_tokens
+        self.prompt_tokens[row] = request.num_prompt_tokens - info.cached_tokens
+        self.issued[row] = 0
         self.generated[row] = 0
         self.limit[row] = waiting.limit
         self.ignore_eos[row] = request.ignore_eos
@@ -55,6 +63,17 @@ class RowTable:
         self._write_stop_ids(row, request.stop_ids)
         self.infos[row] = info
         self.row_of[waiting.request_id] = row
+        self.version += 1
+
+    def move(self, rows: np.ndarray, states: np.ndarray | int) -> None:
+        """Rows int64 [n] stand elsewhere in their walks, or nowhere (IDLE)."""
+        self.state[rows] = states
+        self.version += 1
+
+    def hold(self, rows: np.ndarray) -> None:
+        """Rows sit out until somebody leaves."""
+        self.is_held[rows] = True
+        self.version += 1
 
     def leave(self, row: int) -> None:
         """Clears a row.  Held rows may try again: something was freed."""
@@ -63,6 +82,8 @@ class RowTable:
         self.state[row] = IDLE
         self.infos[row] = None
         self.is_held[:] = False
+        self.num_left += 1
+        self.version += 1
         if not self.row_of:
             self.stop_ids = self.stop_ids[:, :0]  # most traffic has none: the check costs nothing then
 

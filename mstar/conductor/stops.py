@@ -11,25 +11,29 @@ from mstar.conductor.rows import RowTable
 
 
 class StopCheck:
-    """End-of-sequence ids as a mask over the vocabulary, stop ids and budgets from the row table."""
+    """End-of-sequence ids as a mask over the vocabulary, stop ids from the row table."""
 
     def __init__(self, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._is_eos = np.zeros(vocab_size, bool)
         self._is_eos[[token_id for token_id in eos_ids if 0 <= token_id < vocab_size]] = True
 
-    def check(self, table: RowTable, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """How each row stands after its token was counted.
+    def check(self, table: RowTable, rows: np.ndarray, tokens: np.ndarray, is_last: np.ndarray) -> np.ndarray:
+        """How each row stands after its token.
 
         Args:
-            rows: int64 [n] master rows, whose ``generated`` includes the token.
+            rows: int64 [n] master rows.
             tokens: int64 [n].
+            is_last: bool [n], the budget or the last walk ends with this token.
 
         Returns:
-            uint8 [n]: ``STOP`` for an end-of-sequence or stop id, ``LENGTH`` for the last token of the budget.
+            uint8 [n]: ``STOP`` for an end-of-sequence or stop id, else ``LENGTH`` for a last token.
         """
-        stops = self._is_eos[tokens] & ~table.ignore_eos[rows]
+        finish = is_last * np.uint8(FinishReason.LENGTH)
+        stops = self._is_eos[tokens]
+        if np.count_nonzero(stops):
+            stops &= ~table.ignore_eos[rows]
         if table.stop_ids.shape[1]:
             stops |= (table.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        finish = np.where(table.generated[rows] >= table.limit[rows], FinishReason.LENGTH, FinishReason.RUNNING)
-        finish[stops] = FinishReason.STOP
-        return finish.astype(np.uint8)
+        if np.count_nonzero(stops):
+            finish[stops] = FinishReason.STOP
+        return finish

@@ -35,6 +35,16 @@ class Transitions:
         self._ends_iteration = walks.ends_iteration
         self._max_iters = np.full(len(self.states), np.iinfo(np.int64).max)
         self._max_iters[in_loop] = walks.max_iters[walks.loop_of[in_loop]]
+        stays = in_loop & (self._next >= 0) & (walks.loop_of[self._next] == walks.loop_of)
+        self._repeats = (stays & (self._next == np.arange(len(self.states))) & (self._exit == DONE)).tolist()
+
+    def repeats(self, state: int) -> bool:
+        """Whether a request that steps in the state stays there until it is done, as in a text model's decode."""
+        return self._repeats[state]
+
+    def is_done(self, state: int, rounds: np.ndarray) -> np.ndarray:
+        """Whether a request is done after so many rounds in a repeating state; bool [n]."""
+        return rounds >= self._max_iters[state]
 
     def advance(self, states: np.ndarray, iterations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """States and loop rounds after a step in ``states`` [n]; ``DONE`` where the last walk is over."""

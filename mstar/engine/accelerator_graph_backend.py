@@ -1,16 +1,20 @@
-"""How a device captures and replays a forward.  The runner's rules are the same over every backend."""
+"""How a device captures and replays a forward.  The runners' rules are the same over every backend."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from mstar.engine import strict_mode
+from mstar.engine.capture_memory import MemoryUse
 from mstar.engine.outputs import BatchedModelOutput
+from mstar.utils import knobs
 
 Forward = Callable[[Mapping[str, Any]], BatchedModelOutput]
 
@@ -27,32 +31,66 @@ class CapturedGraph(ABC):
         """
 
 
+class HostCopy(ABC):
+    """Tensors on their way to the host."""
+
+    @abstractmethod
+    def wait(self) -> dict[str, np.ndarray]:
+        """The values, by name, once they are there: arrays of their own.  Once per copy."""
+
+
 class GraphBackend(ABC):
     """Captures forwards on one kind of device.
 
     ``captures`` False serves everything eager.  ``capture_at_load`` False registers a bucket at load and lets its
     first replay capture it.  ``replays_real_head`` runs packed buckets over the real tokens without padding.
-    ``warmup_forwards`` run before each capture at load.
+    ``warmup_forwards`` run before each capture at load.  ``compiles``: configurations that ask for it are compiled.
+    ``budgets_memory``: captures keep free what an eager step needs.
     """
 
     captures: bool = True
     capture_at_load: bool = True
     replays_real_head: bool = False
     warmup_forwards: int = 2
+    compiles: bool = False
+    budgets_memory: bool = False
 
     @abstractmethod
-    def capture(self, forward: Forward, tensors: Mapping[str, Any], bs: int) -> CapturedGraph:
-        """Captures ``forward`` over the static ``tensors`` of ``bs`` rows.
+    def capture(self, forward: Forward, tensors: Mapping[str, Any], bs: int, pool: Any | None = None) -> CapturedGraph:
+        """Captures ``forward`` over the static ``tensors`` of ``bs`` rows, its memory coming from ``pool``.
 
         Whatever it raises leaves the backend usable.
         """
 
-    def compile(self, forward: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
-        """The compiled form of a submodule's method; unchanged where compiling does not pay."""
-        return forward
+    def make_pool(self) -> Any | None:
+        """Memory that several captures share, for replays that never overlap."""
+        return None
+
+    def capturing(self) -> AbstractContextManager[Any]:
+        """Where a bucket's preparation, warm-up and capture run."""
+        return nullcontext()
+
+    def compile(self, forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
+        """The compiled form of a captured method, of one static shape per bucket; unchanged unless ``compiles``."""
+        if not self.compiles:
+            return forward
+        options: dict[str, Any] = {} if mode == "default" else {"mode": mode}
+        return torch.compile(forward, fullgraph=False, dynamic=False, **options)
 
     def synchronize(self) -> None:
         """Waits for the device."""
+
+    def measure(self, forward: Callable[[], Any]) -> MemoryUse:
+        """Runs ``forward`` and says what device memory it took; asked only where the backend ``budgets_memory``."""
+        raise NotImplementedError(f"{type(self).__name__} budgets no memory")
+
+    def free_memory(self) -> int:
+        """Bytes free on the device; asked as :meth:`measure` is."""
+        raise NotImplementedError(f"{type(self).__name__} budgets no memory")
+
+    def copy_to_host(self, tensors: Mapping[str, torch.Tensor]) -> HostCopy:
+        """Starts copying; whatever the device is given next may overwrite the tensors."""
+        return _HostArrays({name: _to_numpy(tensor) for name, tensor in tensors.items()})
 
 
 class EagerBackend(GraphBackend):
@@ -60,17 +98,17 @@ class EagerBackend(GraphBackend):
 
     captures = False
 
-    def capture(self, forward: Forward, tensors: Mapping[str, Any], bs: int) -> CapturedGraph:
+    def capture(self, forward: Forward, tensors: Mapping[str, Any], bs: int, pool: Any | None = None) -> CapturedGraph:
         raise RuntimeError("this backend captures nothing")
 
 
 class CpuGraphBackend(GraphBackend):
     """Keeps the whole protocol and replays by calling the captured callable over the static buffers.
 
-    Defaults suit serving, where padding costs real work: no forward at load, packed replays over the real head.
-    With ``strict``, host reads in a captured forward raise, every replay's operators are compared with the
-    capture's, and outputs land in buffers that are poisoned before each replay, as a later replay would overwrite
-    them on a device.
+    Defaults suit serving, where padding costs real work: no forward at load, packed replays over the real head,
+    nothing compiled.  With ``strict`` (None: MSTAR_GRAPH_STRICT), what a real graph would freeze raises: host reads
+    in a captured forward, and replays whose operators, constants or addresses differ from the capture's.  Outputs
+    then land in buffers that are poisoned before each replay, as a later replay would overwrite them on a device.
     """
 
     def __init__(
@@ -79,19 +117,22 @@ class CpuGraphBackend(GraphBackend):
         warmup_forwards: int = 0,
         capture_at_load: bool = False,
         replays_real_head: bool = True,
-        strict: bool = False,
+        compiles: bool = False,
+        strict: bool | None = None,
     ) -> None:
         self.warmup_forwards = warmup_forwards
         self.capture_at_load = capture_at_load
         self.replays_real_head = replays_real_head
-        self.strict = strict
+        self.compiles = compiles
+        self.strict = knobs.graph_strict() if strict is None else strict
 
-    def capture(self, forward: Forward, tensors: Mapping[str, Any], bs: int) -> CapturedGraph:
+    def capture(self, forward: Forward, tensors: Mapping[str, Any], bs: int, pool: Any | None = None) -> CapturedGraph:
         if not self.strict:
             return _CallableGraph(forward)
         graph = _StrictGraph(forward)
         if self.capture_at_load:
-            graph.replay(tensors, bs)
+            with strict_mode.no_recompilation():
+                graph.replay(tensors, bs)
         return graph
 
 
@@ -126,6 +167,7 @@ class _StrictGraph(CapturedGraph):
         return dataclasses.replace(
             result,
             row_outputs=self._into_buffers("row", result.row_outputs),
+            packed_outputs=self._into_buffers("packed", result.packed_outputs),
             check_stop_buffers=self._into_buffers("stop", result.check_stop_buffers),
         )
 
@@ -140,6 +182,23 @@ class _StrictGraph(CapturedGraph):
                 buffer = self._outputs[kind, name] = torch.empty_like(value)
             copied[name] = buffer.copy_(value)
         return copied
+
+
+class _HostArrays(HostCopy):
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def wait(self) -> dict[str, np.ndarray]:
+        return self._arrays
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy on the host; NumPy has no bfloat16, which becomes float32."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    array = tensor.cpu().numpy()
+    return array.copy() if tensor.device.type == "cpu" else array
 
 
 def _poison(buffer: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,21 +12,22 @@ import numpy as np
 import torch
 
 from mstar.engine.accelerator_graph_backend import CapturedGraph, Forward, GraphBackend
-from mstar.engine.accelerator_graph_config import AcceleratorGraphConfig, check_compile_mode
+from mstar.engine.accelerator_graph_config import AcceleratorGraphConfig
 from mstar.engine.bucket_table import BucketTable, CGSlotSpec, batch_sizes
+from mstar.engine.capture_memory import CaptureBudget
+from mstar.engine.compile_mode import compile_mode_override, resolve_compile_mode
+from mstar.engine.dummy_step import DummyStep
 from mstar.engine.inputs import ModelInputsFromEngine, NodeInputs
 from mstar.engine.outputs import BatchedModelOutput
 from mstar.engine.padding import PaddingPool, PaddingRows
+from mstar.engine.phase_clock import NO_CLOCK, PhaseClock
 from mstar.engine.resources.base import Resource
 from mstar.engine.resources.runner import StepRunner
-from mstar.engine.resources.step import BucketKey, SlotLease, StepContext, SubmoduleStep
+from mstar.engine.resources.step import BucketKey, SlotLease, SubmoduleStep
 from mstar.engine.static_buffers import StaticBuffers
 from mstar.engine.submodule import NodeSubmodule
-from mstar.utils import knobs
 
 log = logging.getLogger(__name__)
-
-DEFAULT_COMPILE_MODE = "max-autotune-no-cudagraphs"
 
 
 @dataclass
@@ -37,6 +38,9 @@ class _Capture:
     forward: Forward
     static: dict[str, Any]
     graph: CapturedGraph | None = None
+
+    def run(self) -> BatchedModelOutput:
+        return self.forward(self.static)
 
 
 class AcceleratorGraphRunner(BucketTable):
@@ -62,14 +66,23 @@ class AcceleratorGraphRunner(BucketTable):
             ValueError: two configurations capture one bucket, or MSTAR_GRAPH_COMPILE_MODE is unknown.
         """
         super().__init__(node, configs, num_slots)
+        self.name = node
+        self.dropped_buckets: list[BucketKey] = []
         self._device_type = device.type
         self._submodule = submodule
         self._backend = backend
+        self._memory = backend.make_pool()
         self._buffers = StaticBuffers()
         self._captures: dict[BucketKey, list[_Capture]] = {}
         self._compiled: dict[int, Any] = {}
         self._padding_rows: dict[tuple[int, int, int], list[NodeInputs]] = {}
-        self._compile_mode = _mode_from_environment()
+        override = compile_mode_override()
+        self._modes = [
+            resolve_compile_mode(f"{node} ({config.capture_graph_walk})", override, config.compile_mode)
+            if backend.compiles and config.compile and not submodule.disable_torch_compile
+            else None
+            for config in self._configs
+        ]
         self._pools: dict[tuple[int, int], PaddingPool] = {
             (idx, slot): padding.pool(f"{node}_{idx}_slot{slot}", max(batch_sizes(config)))
             for idx, config in enumerate(self._configs)
@@ -77,99 +90,102 @@ class AcceleratorGraphRunner(BucketTable):
         }
         self._resources: dict[str, Resource] = {}
         self._step_runner: StepRunner | None = None
-        self.dropped_buckets: list[BucketKey] = []
 
     def prepare_for_capture(self, resources: Mapping[str, Resource], step_runner: StepRunner) -> None:
         """Static buffers of every resource, sized for the largest bucket; before any node captures.  Idempotent."""
         self._resources, self._step_runner = dict(resources), step_runner
-        if not self.specs or not self._backend.captures:
+        buckets = self.buckets
+        if not buckets or not self._backend.captures:
             return
-        buckets = list(dict.fromkeys(spec.bucket for spec in self.specs))
         max_bs, max_seq_len = max(b.bs for b in buckets), max(b.num_tokens for b in buckets)
         for resource in self._resources.values():
             resource.build_accelerator_graph_buffers(buckets, max_bs, max_seq_len)
+        for pool in self._pools.values():
+            pool.ingest(self._resources.values())
 
-    def capture_all(self) -> None:
-        """Captures (or registers, where the first replay captures) every bucket, largest first.
+    def measure(self, budget: CaptureBudget) -> None:
+        """Runs every bucket once in eager form, largest first, where the backend budgets memory."""
+        if not budget.is_limited:
+            return
+        for spec in self.specs:
+            if spec.slot == 0:
+                self._try(spec, lambda made, _: budget.measure((self.name, made.spec.bucket), made.run), eager=True)
+
+    def capture_all(self, budget: CaptureBudget) -> None:
+        """Captures (or registers, where the first replay captures) every bucket that the budget allows, largest first.
 
         A bucket is usable only when all its slots were captured; a failure drops it and the rest go on.
-
-        Raises:
-            RuntimeError: a bucket was dropped and MSTAR_REQUIRE_ACCELERATOR_GRAPHS is set.
         """
         self.unavailable = None if self._backend.captures else "device"
-        if not self.specs:
-            return
-        if not self._backend.captures:
-            log.warning("%s: this device captures no graphs, every step runs eager", self.node)
-        else:
-            for pool in self._pools.values():
-                pool.ingest(self._resources.values())
-            made: dict[BucketKey, list[_Capture]] = {}
+        if self._backend.captures:
             for spec in self.specs:
-                capture = self._try_capture(spec)
-                if capture is not None:
-                    made.setdefault(spec.bucket, []).append(capture)
-            self._captures = {key: slots for key, slots in made.items() if len(slots) == self.num_slots}
-            self.registered = self._captures.keys()
-        self.dropped_buckets = [key for key in self._config_of if key not in self._captures]
-        self._report()
+                made = len(self._captures.get(spec.bucket, ()))
+                # A bucket that lost a slot is not tried any further.
+                if made == spec.slot and (spec.slot > 0 or budget.allows((self.name, spec.bucket))):
+                    self._try(spec, self._capture)
+        self._captures = {key: slots for key, slots in self._captures.items() if len(slots) == self.num_slots}
+        self.registered = self._captures.keys()
+        self.dropped_buckets = [key for key in self.buckets if key not in self._captures]
+        log.info(
+            "%s: %d of %d buckets, static inputs %.1f MB (%.1f MB as copies per capture)",
+            self.node,
+            len(self._captures),
+            len(self.buckets),
+            self._buffers.resident_bytes / 1e6,
+            self._buffers.per_capture_bytes / 1e6,
+        )
 
-    def _try_capture(self, spec: CGSlotSpec) -> _Capture | None:
-        pool, bs = self._pools[spec.config_idx, spec.slot], spec.bucket.bs
+    def _try(self, spec: CGSlotSpec, action: Callable[[_Capture, DummyStep], None], eager: bool = False) -> None:
+        """Runs ``action`` over the bucket's planned dummy rows, which own nothing afterwards; a failure is logged."""
+        dummy: DummyStep | None = None
         try:
-            return self._capture(spec, pool)
+            with self._backend.capturing():
+                inputs = spec.config.get_node_inputs(spec.bucket.bs, spec.bucket.num_tokens)
+                dummy = self._dummy_step(spec, inputs)
+                action(self._prepare(spec, dummy, inputs, eager), dummy)
         except Exception:
             log.exception("%s: capture of %s on slot %d failed", self.node, spec.bucket, spec.slot)
-            return None
         finally:
-            pool.reset(self._resources.values(), 0, bs, free=True)
+            if dummy is not None:
+                dummy.reset(free=True)
 
-    def _capture(self, spec: CGSlotSpec, pool: PaddingPool) -> _Capture:
-        key, config = spec.bucket, spec.config
-        bs, walk = key.bs, key.graph_walk
-        ids, rows = pool.ids[:bs], pool.rows[:bs]
-        inputs = config.get_node_inputs(bs, key.num_tokens)
-        lease = SlotLease(spec.slot, key)
-        step = self._submodule.declare_step(walk, ids, inputs, slot_lease=lease)
-        check_key_info(lease, step)
-        ctx = StepContext(
-            graph_walk=walk,
-            request_ids=(),
-            rows=rows,
-            spans=np.array([row.input_seq_len for row in inputs], dtype=np.int64),
-            padded_request_ids=ids,
-            slot=spec.slot,
-            capture=True,
-            slot_lease=lease,
-        )
-        engine_inputs = ModelInputsFromEngine(ids, self._resources, ctx, list(pool.infos[:bs]), captured=True)
-        self._admit_and_plan(step, ctx)
-        static = self._submodule.preprocess(walk, engine_inputs, inputs)
-        static = {name: self._intern(spec, name, value) for name, value in static.items()}
-        capture = _Capture(spec, self._frozen_forward(spec, engine_inputs), static)
+    def _capture(self, capture: _Capture, dummy: DummyStep) -> None:
         if self._backend.capture_at_load:
             for _ in range(self._backend.warmup_forwards):
-                capture.forward(static)
-                pool.reset(self._resources.values(), 0, bs)
-                self._admit_and_plan(step, ctx)
+                capture.run()
+                dummy.plan_again()
             self._backend.synchronize()
-            capture.graph = self._backend.capture(capture.forward, static, bs)
-        return capture
+            bs = capture.spec.bucket.bs
+            capture.graph = self._backend.capture(capture.forward, capture.static, bs, self._memory)
+        self._captures.setdefault(capture.spec.bucket, []).append(capture)
 
-    def _admit_and_plan(self, step: SubmoduleStep | None, ctx: StepContext) -> None:
-        if step is None:
-            return
+    def _dummy_step(self, spec: CGSlotSpec, inputs: Sequence[NodeInputs]) -> DummyStep:
         assert self._step_runner is not None
-        outcome, resource = self._step_runner.admit(step, ctx)
-        if not (outcome.ok and outcome.ready):
-            raise RuntimeError(f"resource {resource!r} admits no dummy rows: {outcome.reason}")
-        self._step_runner.plan(step, ctx)
+        lease = SlotLease(spec.slot, spec.bucket)
+        is_packed, pads_tokens = self.context_flags(lease)
+        return DummyStep(
+            lease,
+            np.array([row.input_seq_len for row in inputs], dtype=np.int64),
+            self._pools[spec.config_idx, spec.slot],
+            self._resources,
+            self._step_runner,
+            is_packed=is_packed,
+            pads_tokens=pads_tokens,
+        )
 
-    def _frozen_forward(self, spec: CGSlotSpec, engine_inputs: ModelInputsFromEngine) -> Forward:
-        """The captured method with everything but the static tensors fixed, as a real graph would have it."""
-        method = self._method(spec)
-        walk = spec.bucket.graph_walk
+    def _prepare(self, spec: CGSlotSpec, dummy: DummyStep, inputs: list[NodeInputs], eager: bool) -> _Capture:
+        """Plans the dummy rows and gives what preprocess returned its static buffers."""
+        walk, lease = spec.bucket.graph_walk, dummy.lease
+        step = self._submodule.declare_step(walk, dummy.ids, inputs, slot_lease=lease)
+        check_key_info(lease, step)
+        dummy.plan(step)
+        static = self._submodule.preprocess(walk, dummy.engine_inputs, inputs)
+        static = {name: self._intern(spec, name, value) for name, value in static.items()}
+        method = self._eager_method(spec) if eager else self._method(spec)
+        return _Capture(spec, self._frozen_forward(walk, method, dummy.engine_inputs), static)
+
+    def _frozen_forward(self, walk: str, method: Any, engine_inputs: ModelInputsFromEngine) -> Forward:
+        """A method with everything but the static tensors fixed, as a real graph would have it."""
 
         def forward(tensors: Mapping[str, Any]) -> BatchedModelOutput:
             with autocast_of(self._submodule, self._device_type):
@@ -178,13 +194,16 @@ class AcceleratorGraphRunner(BucketTable):
         return forward
 
     def _method(self, spec: CGSlotSpec) -> Any:
-        method = getattr(self._submodule, spec.config.capture_forward_method)
-        if not spec.config.compile or self._submodule.disable_torch_compile:
-            return method
+        """The method to capture, compiled once per configuration: its slots and buckets share it."""
+        mode = self._modes[spec.config_idx]
+        if mode is None:
+            return self._eager_method(spec)
         if spec.config_idx not in self._compiled:
-            mode = self._compile_mode or spec.config.compile_mode or DEFAULT_COMPILE_MODE
-            self._compiled[spec.config_idx] = self._backend.compile(method, mode)
+            self._compiled[spec.config_idx] = self._backend.compile(self._eager_method(spec), mode)
         return self._compiled[spec.config_idx]
+
+    def _eager_method(self, spec: CGSlotSpec) -> Any:
+        return getattr(self._submodule, spec.config.capture_forward_method)
 
     def _intern(self, spec: CGSlotSpec, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -194,23 +213,11 @@ class AcceleratorGraphRunner(BucketTable):
             spec.config_idx, name, value, spec.bucket.num_tokens, largest, spec.config.input_seq_dims
         )
 
-    def _report(self) -> None:
-        total = len(self._config_of)
-        log.info(
-            "%s: %d of %d buckets, static inputs %.1f MB (%.1f MB as copies per capture)",
-            self.node,
-            len(self._captures),
-            total,
-            self._buffers.resident_bytes / 1e6,
-            self._buffers.per_capture_bytes / 1e6,
-        )
-        if self.dropped_buckets:
-            dropped = ", ".join(map(str, self.dropped_buckets))
-            message = f"{self.node}: captured {len(self._captures)} of {total} buckets, dropped {dropped}"
-            if knobs.require_accelerator_graphs():
-                raise RuntimeError(message)
-            if self._backend.captures:
-                log.error(message)
+    def context_flags(self, lease: SlotLease | None) -> tuple[bool, bool]:
+        """``is_packed`` and ``pads_tokens`` of the context of a step under ``lease``."""
+        if lease is None or not self._is_packed(lease.bucket):
+            return False, False
+        return True, not self._backend.replays_real_head
 
     def padding_for(self, lease: SlotLease, real: int) -> tuple[PaddingPool, int]:
         """The pool and the padded batch size of a leased step with ``real`` rows."""
@@ -226,8 +233,10 @@ class AcceleratorGraphRunner(BucketTable):
             self._padding_rows[key] = config.get_node_inputs(count, 0) if count else []
         return self._padding_rows[key]
 
-    def replay(self, lease: SlotLease, tensors: Mapping[str, Any], bs: int) -> BatchedModelOutput:
-        """Stages what preprocess returned for ``bs`` padded rows and replays.
+    def replay(
+        self, lease: SlotLease, tensors: Mapping[str, Any], bs: int, clock: PhaseClock = NO_CLOCK
+    ) -> BatchedModelOutput:
+        """Stages what preprocess returned for ``bs`` padded rows and replays.  ``clock`` is told when all is staged.
 
         Outputs are padded and valid until the next replay.
 
@@ -236,8 +245,9 @@ class AcceleratorGraphRunner(BucketTable):
         """
         capture = self._captures[lease.bucket][lease.slot]
         static = self._stage(capture, tensors)
+        clock.mark("stage")
         if capture.graph is None:
-            capture.graph = self._backend.capture(capture.forward, static, bs)
+            capture.graph = self._backend.capture(capture.forward, static, bs, self._memory)
         return capture.graph.replay(static, bs)
 
     def _stage(self, capture: _Capture, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -274,11 +284,3 @@ def autocast_of(submodule: NodeSubmodule, device_type: str) -> AbstractContextMa
     if dtype is None and not torch.is_autocast_enabled(device_type):
         return nullcontext()  # entering an autocast costs several microseconds a step
     return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
-
-
-def _mode_from_environment() -> str | None:
-    mode = knobs.graph_compile_mode()
-    try:
-        return check_compile_mode(mode)
-    except ValueError:
-        raise ValueError(f"MSTAR_GRAPH_COMPILE_MODE={mode!r} is not a torch.compile mode") from None

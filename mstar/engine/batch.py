@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +16,14 @@ from mstar.engine.resources.step import AdmitOutcome, BucketKey
 class Batch:
     """Rows of one (node, walk), in the order the forward sees them.
 
-    While its membership is unchanged, hand the engine the same object again: the step's preparation is reused.
+    In a combined walk ``row_walks`` names each row's own walk; rows of the combined walk's first constituent come
+    first.  While its membership is unchanged, hand the engine the same object again: the step's preparation is reused.
     """
 
     node: str
     graph_walk: str
     infos: Sequence[RequestInfo]
+    row_walks: Sequence[str] | None = None
     request_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -32,14 +35,16 @@ class Batch:
 class StepResult:
     """Outcome of one step.
 
-    ``host[name][i]`` belongs to ``request_ids[i]``: the forward's ``check_stop_buffers`` and ``row_outputs`` on the
-    host, [rows, ...].  A step without effect has no ``request_ids``: either ``refused`` says what
-    ``failed_resource`` answered, or ``errors`` names the rows that failed.  Rows whose inputs failed are in
-    ``errors`` while the others ran; rows that were skipped are in neither.
+    ``host[name][i]`` belongs to ``request_ids[i]``: the forward's ``check_stop_buffers`` on the host, [rows, ...].
+    ``outputs``: request id -> {name: [values]}, what the forward made for other nodes or the client, on the device.
+    A step without effect has no ``request_ids``: either ``refused`` says what ``failed_resource`` answered, or
+    ``errors`` names the rows that failed.  Rows that failed alone are in ``errors`` while the others ran; rows that
+    were skipped are in neither.
     """
 
     request_ids: tuple[int, ...] = ()
     host: dict[str, np.ndarray] = field(default_factory=dict)
+    outputs: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
     refused: AdmitOutcome | None = None
     failed_resource: str | None = None
     errors: dict[int, Exception] = field(default_factory=dict)

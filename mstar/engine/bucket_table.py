@@ -34,6 +34,11 @@ class BucketTable:
         self.specs = sorted(self._enumerate(), key=lambda s: (-s.bucket.bs, -s.bucket.num_tokens))
         self._config_of = {spec.bucket: (spec.config_idx, spec.config) for spec in self.specs}
 
+    @property
+    def buckets(self) -> list[BucketKey]:
+        """Every declared bucket, largest first."""
+        return list(self._config_of)
+
     def select_bucket(
         self,
         graph_walk: str,

@@ -1,52 +1,49 @@
-"""One step at a time over batches of rows: declare, admit, plan, preprocess, forward, commit, outputs."""
+"""Steps over batches of rows: declare, admit, plan, preprocess, forward, commit, outputs; launched, then collected."""
 
 from __future__ import annotations
 
-import heapq
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from mstar.engine.accelerator_graph_backend import CpuGraphBackend, EagerBackend, GraphBackend
-from mstar.engine.accelerator_graph_runner import AcceleratorGraphRunner, autocast_of
+from mstar.engine.accelerator_graph_runner import AcceleratorGraphRunner
 from mstar.engine.batch import Batch, StepResult
-from mstar.engine.inputs import ModelInputsFromEngine, RequestInfo
-from mstar.engine.outputs import BatchedModelOutput
+from mstar.engine.cuda_graph_backend import CudaGraphBackend
+from mstar.engine.executor import StepExecutor
+from mstar.engine.graph_warm_up import capture_graphs
+from mstar.engine.in_flight import InFlight
+from mstar.engine.inputs import RequestInfo
+from mstar.engine.launcher import Launcher
+from mstar.engine.node import EngineNode
 from mstar.engine.padding import PaddingRows
+from mstar.engine.phase_clock import NO_CLOCK, PhaseClock
+from mstar.engine.piecewise_graph_runner import build_region_runners
+from mstar.engine.pre_plan import PrePlanner
+from mstar.engine.requests import RequestTable
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.runner import StepRunner, build_resources
 from mstar.engine.resources.spec import NodeResourceSpec
-from mstar.engine.resources.step import StepContext
-from mstar.engine.rows import PlannedStep, PreparedBatch, plan_rows, prepare_batch
 from mstar.engine.submodule import NodeSubmodule
-from mstar.utils.errors import Unavailable
+from mstar.utils import knobs
 
-log = logging.getLogger(__name__)
-
-__all__ = ["Batch", "Engine", "StepResult"]
-
-
-@dataclass
-class _Node:
-    """One node's network with what it steps through.  ``slot`` rotates per node: buckets share slot buffers."""
-
-    submodule: NodeSubmodule
-    runner: AcceleratorGraphRunner
-    resources: dict[str, Resource]
-    slot: int = 0
-    prepared: dict[str, PreparedBatch] = field(default_factory=dict)  # the last reusable batch, by walk
+__all__ = ["Batch", "Engine", "InFlight", "StepResult"]
 
 
 class Engine:
     """Runs steps of (node, walk) over the requests it was given.
 
     One thread calls it.  ``resources`` hold all per-request state; a request's master row is its index into them.
+
+    A step is launched (:meth:`launch`) and its host values collected later (:meth:`collect`); a launched step has
+    committed, so the next one may be launched or planned ahead (:meth:`pre_plan`) before the first is collected.  A
+    slot that recurs is waited for: with two slots, two steps of a node are in flight at most.
+
     ``steps`` counts steps by (node, walk), ``eager_steps`` those that no captured bucket served by
-    (node, walk, reason).
+    (node, walk, reason); ``counters``: ``staged``, ``promoted`` and ``cleared`` plans, ``retried_steps``, and
+    ``host_loopback_rows``, whose token the engine itself kept for their next step.
     """
 
     def __init__(
@@ -60,22 +57,25 @@ class Engine:
         capacity: int,
         backend: GraphBackend | None = None,
         num_slots: int = 2,
+        clock: PhaseClock | None = None,
     ) -> None:
-        """``capacity``: most requests at one time.  ``backend`` None chooses by device.
+        """``capacity``: most requests at one time; a resource may have room for fewer.  ``backend`` None chooses by
+        device.  MSTAR_PRE_PLAN_SPEC is read here.
 
         Raises:
-            ValueError: a spec is declared twice, depends on what is missing, names an unknown node, or two
-                graph configurations capture one bucket.
+            ValueError: a spec is declared twice, depends on what is missing, names an unknown node, or plans ahead
+                over one that does not; or two graph configurations capture one bucket.
         """
         self.device = torch.device(device)
-        self.capacity = capacity
+        self.capacity = min([capacity, *(n for spec in specs if (n := spec.max_requests()) is not None)])
         self.steps: Counter[tuple[str, str]] = Counter()
         self.eager_steps: Counter[tuple[str, str, str]] = Counter()
-        backend = backend or (CpuGraphBackend() if self.device.type == "cpu" else EagerBackend())
+        self.counters: Counter[str] = Counter()
+        backend = backend or _backend_for(self.device)
         for spec in specs:
             for name in sorted(spec.nodes - submodules.keys()):
                 raise ValueError(f"resource {spec.resource_key!r} names node {name!r}, which the model does not have")
-        padding = PaddingRows(capacity)
+        padding = PaddingRows(self.capacity)
         runners = {
             name: AcceleratorGraphRunner(
                 name,
@@ -88,21 +88,38 @@ class Engine:
             )
             for name, submodule in submodules.items()
         }
-        info = EngineResourceInfo(self.device, dtype, kv_dtype, capacity, padding.total, num_slots)
+        regions = {
+            name: build_region_runners(name, submodule, backend, num_slots, padding, self.device, self._rows_of)
+            for name, submodule in submodules.items()
+        }
+        info = EngineResourceInfo(self.device, dtype, kv_dtype, self.capacity, padding.total, num_slots)
         self.resources: dict[str, Resource] = build_resources(specs, info)
-        self._step_runner = StepRunner(self.resources, specs)
         self._nodes = {
-            name: _Node(
+            name: EngineNode(
+                name,
                 submodule,
                 runners[name],
                 {s.resource_key: self.resources[s.resource_key] for s in specs if name in s.nodes},
+                num_slots,
+                regions[name],
             )
             for name, submodule in submodules.items()
         }
-        self._num_slots = num_slots
-        self._requests: dict[int, RequestInfo] = {}
-        self._free_rows = [-row for row in range(capacity)]  # a heap: the highest row goes out first, row 0 last
-        heapq.heapify(self._free_rows)
+        self._backend = backend
+        self._dropped = dict.fromkeys(submodules, 0)
+        self._requests = RequestTable(self.capacity, self.resources, self._forget)
+        self._chains = [r for r in self.resources.values() if _overrides(r, "extend_prefix_chains")]
+        self.clock = clock or NO_CLOCK
+        self._step_runner = StepRunner(self.resources, specs)
+        self._planner = PrePlanner(self._step_runner, self.device, self.counters, threaded=knobs.pre_plan_spec())
+        self._launcher = Launcher(
+            self._nodes,
+            self._requests,
+            StepExecutor(self._step_runner, backend, self.device, self.clock, self.counters),
+            self._planner,
+            self.steps,
+            self.eager_steps,
+        )
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -112,17 +129,24 @@ class Engine:
             RuntimeError: warm-up left state in a resource, or a bucket was dropped and
                 MSTAR_REQUIRE_ACCELERATOR_GRAPHS is set.
         """
+        self._planner.clear()
         for node in self._nodes.values():  # all before any capture: a later growth would move a recorded buffer
-            node.runner.prepare_for_capture(node.resources, self._step_runner)
+            for captures in node.captures:
+                captures.prepare_for_capture(node.resources, self._step_runner)
+        capture_graphs([captures for node in self._nodes.values() for captures in node.captures], self._backend)
         for node in self._nodes.values():
-            node.runner.capture_all()
+            self._dropped[node.name] = sum(len(captures.dropped_buckets) for captures in node.captures)
+            node.regions = {label: region for label, region in node.regions.items() if region.has_graphs}
             node.prepared.clear()  # prepared before there were buckets
         for resource in self.resources.values():
             resource.post_warmup_validate()
 
+    # Requests.
+
     @torch.inference_mode()
     def ingest(self, info: RequestInfo) -> None:
-        """Takes a request: gives it a master row (``info.row``) and its state in every resource.
+        """Takes a request: gives it a master row (``info.row``), its state in every resource, and the prefix of its
+        prompt that is cached (``info.cached_tokens``); its first step begins behind that.
 
         Idempotent.  What a resource raises leaves nothing behind.
 
@@ -130,34 +154,34 @@ class Engine:
             ValueError: the id is negative (those belong to padding), or a resource refuses its parameters.
             Unavailable: all ``capacity`` rows are taken.
         """
-        if info.request_id < 0:
-            raise ValueError(f"request_id must be >= 0, got {info.request_id}")
-        if info.request_id in self._requests:
-            return
-        if not self._free_rows:
-            raise Unavailable(f"all {self.capacity} rows of the engine are taken")
-        info.row = -heapq.heappop(self._free_rows)
-        self._requests[info.request_id] = info
-        try:
-            for key, resource in self.resources.items():
-                resource.ingest_request(info.request_id, info.row, info.resource_configs.get(key))
-        except BaseException:
-            self.remove(info.request_id)
-            raise
+        self._planner.settle()
+        self._requests.ingest(info)
 
     @torch.inference_mode()
     def remove(self, request_id: int) -> None:
         """Frees a request's row and all its state; unknown ids are no error."""
-        info = self._requests.pop(request_id, None)
-        if info is None:
-            return
-        for resource in self.resources.values():
-            resource.remove_request(request_id, info.row)
+        staged = self._planner.prepared
+        if staged is not None and request_id in staged.request_ids:
+            self._planner.clear()  # before its row and pages go to another request
+        self._requests.remove(request_id)
+
+    def _forget(self, request_id: int) -> None:
         for node in self._nodes.values():
             node.submodule.cleanup_request(request_id)
             node.prepared.clear()  # its row may go to another request
-        heapq.heappush(self._free_rows, -info.row)
-        info.row = -1
+            if node.kept is not None:
+                node.kept.forget(request_id)
+
+    def extend_prefix_chains(self, request_ids: Sequence[int], tokens: np.ndarray) -> None:
+        """Sampled tokens int64 [n] that requests kept, row i of request i; requests that are gone are left out."""
+        if not self._chains:
+            return
+        self._planner.settle()
+        rows, present = self._requests.rows_of(request_ids)
+        for resource in self._chains:
+            resource.extend_prefix_chains(rows, tokens if present is None else tokens[present])
+
+    # What the conductor asks about nodes.
 
     def max_batch_size(self, node: str, graph_walk: str) -> int | None:
         """Most rows of one step: the smaller of the submodule's bound and the captures'; None when neither says."""
@@ -169,114 +193,70 @@ class Engine:
         """Most tokens one captured packed step of this walk holds (more run eager); None without such captures."""
         return self._nodes[node].runner.max_packed_tokens_for(graph_walk)
 
+    def combined_graph_walks(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Node -> {combined walk: constituents, in the order of its rows}, over all nodes."""
+        combined: dict[str, dict[str, tuple[str, ...]]] = {}
+        for entry in self._nodes.values():
+            for node, walks in entry.submodule.get_combined_graph_walks().items():
+                combined.setdefault(node, {}).update(walks)
+        return combined
+
     def dropped_buckets(self) -> dict[str, int]:
         """Buckets that could not be captured, by node."""
-        return {name: len(node.runner.dropped_buckets) for name, node in self._nodes.items()}
+        return dict(self._dropped)
+
+    def _rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
+        return self._requests.rows_of(request_ids)[0]
+
+    # Steps.
+
+    def exec(self, batch: Batch) -> StepResult:
+        """One step, launched and collected.  KeyError as :meth:`launch`."""
+        return self.collect(self.launch(batch))
 
     @torch.inference_mode()
-    def exec(self, batch: Batch) -> StepResult:
-        """One step over the batch's rows, in its order.
+    def launch(self, batch: Batch) -> InFlight:
+        """Submits one step over the batch's rows, in its order, and commits it.
 
-        A row whose inputs fail is left out and named in ``errors``.  An admission that is refused (or not ready)
-        runs nothing and is reported.  An exception in declare, plan or forward fails the step's rows, commits
-        nothing, and leaves the engine usable.
+        A row whose inputs or ``postprocess`` fail is left out and named in ``errors``.  An admission that is refused
+        (or not ready) runs nothing and is reported.  When plan or forward of several rows raise, nothing was committed
+        and the rows run once more, one by one and eager; those that fail again are named in ``errors``.  Whatever
+        happens, the engine stays usable.
 
         Raises:
             KeyError: an unknown node, or a row that was not ingested.
         """
-        node = self._nodes[batch.node]
-        prepared = self._prepare(node, batch)
-        if not prepared.infos:
-            return StepResult(errors=dict(prepared.errors))
-        slot, node.slot = node.slot, (node.slot + 1) % self._num_slots
-        try:
-            result = self._step(node, prepared, slot)
-        except Exception as error:
-            log.exception("%s/%s: a step of %d rows failed", batch.node, batch.graph_walk, len(prepared.infos))
-            node.prepared.pop(batch.graph_walk, None)
-            return StepResult(errors=prepared.errors | dict.fromkeys(prepared.request_ids, error))
-        if prepared.errors:
-            result.errors = dict(prepared.errors)
+        self._planner.settle()
+        return self._launcher.launch(batch)
+
+    @torch.inference_mode()
+    def collect(self, in_flight: InFlight) -> StepResult:
+        """Waits for a launched step's host values, padding cut off.  Asked again, it answers the same."""
+        self._planner.settle()
+        result = in_flight.result()
+        self.clock.mark("collect")
         return result
 
-    def _prepare(self, node: _Node, batch: Batch) -> PreparedBatch:
-        prepared = node.prepared.get(batch.graph_walk)
-        if prepared is not None and (prepared.batch is batch or prepared.batch.request_ids == batch.request_ids):
-            return prepared
-        for info in batch.infos:
-            if self._requests.get(info.request_id) is not info:
-                raise KeyError(f"request {info.request_id} was not ingested")
-        prepared = prepare_batch(node.submodule, batch)
-        if prepared.is_reusable:
-            node.prepared[batch.graph_walk] = prepared
-        return prepared
+    @torch.inference_mode()
+    def pre_plan(self, batch: Batch) -> None:
+        """Admits and plans a batch for its node's next slot, while launched steps still run.
 
-    def _step(self, node: _Node, prepared: PreparedBatch, slot: int) -> StepResult:
-        planned = prepared.by_slot.get(slot)
-        if planned is None:
-            planned = prepared.by_slot[slot] = plan_rows(prepared, node.submodule, node.runner, slot)
-        batch, real = prepared.batch, len(prepared.infos)
-        ctx = StepContext(
-            graph_walk=batch.graph_walk,
-            request_ids=prepared.request_ids,
-            rows=planned.rows,
-            spans=planned.spans,
-            padded_request_ids=planned.padded_ids,
-            slot=slot,
-            slot_lease=planned.lease,
-        )
-        step = planned.step
-        try:
-            if step is not None:
-                outcome, key = self._step_runner.admit(step, ctx)
-                if not (outcome.ok and outcome.ready):
-                    return StepResult(refused=outcome, failed_resource=key)
-                self._step_runner.plan(step, ctx)
-            output = self._forward(node, batch.graph_walk, planned, ctx)
-            _check_output(output)
-            if step is not None:
-                self._step_runner.commit(step, ctx)
-            host = _to_host(output, real)
-        finally:
-            if planned.pool is not None:
-                planned.pool.reset(node.resources.values(), real, len(planned.padded_ids))
-        self._count(batch, planned)
-        lease = planned.lease
-        return StepResult(
-            prepared.request_ids, host, captured=lease is not None, bucket=None if lease is None else lease.bucket
-        )
+        The next launch takes the plan over when it is of the very same step, else undoes it.  Nothing is staged when
+        some row has no inputs yet, the step would run eager, or a resource refuses.  With MSTAR_PRE_PLAN_SPEC it
+        happens on a thread; every other call of the engine waits for it.
 
-    def _forward(self, node: _Node, graph_walk: str, planned: PlannedStep, ctx: StepContext) -> BatchedModelOutput:
-        engine_inputs = ModelInputsFromEngine(
-            planned.padded_ids, node.resources, ctx, planned.infos, captured=planned.lease is not None
-        )
-        with autocast_of(node.submodule, self.device.type):
-            tensors = node.submodule.preprocess(graph_walk, engine_inputs, planned.inputs)
-            if planned.lease is None:
-                return BatchedModelOutput.coerce(node.submodule.forward_batched(graph_walk, engine_inputs, **tensors))
-        return node.runner.replay(planned.lease, tensors, len(planned.padded_ids))
-
-    def _count(self, batch: Batch, planned: PlannedStep) -> None:
-        self.steps[batch.node, batch.graph_walk] += 1
-        if planned.eager_reason is not None:
-            key = (batch.node, batch.graph_walk, planned.eager_reason)
-            if key not in self.eager_steps:
-                log.info("%s/%s: steps run eager: %s", *key)
-            self.eager_steps[key] += 1
+        Raises:
+            KeyError: an unknown node, or a row that was not ingested.
+        """
+        self._planner.clear()
+        self._launcher.pre_plan(batch)
 
 
-def _check_output(output: BatchedModelOutput) -> None:
-    if output.per_rid_outputs or output.packed_outputs:
-        raise TypeError("a forward returned per-request or packed outputs; steps carry row outputs only")
+def _overrides(resource: Resource, method: str) -> bool:
+    return getattr(type(resource), method) is not getattr(Resource, method)
 
 
-def _to_host(output: BatchedModelOutput, real: int) -> dict[str, np.ndarray]:
-    """Stop-check buffers and row outputs of the real rows, one copy each."""
-    host: dict[str, np.ndarray] = {}
-    for outputs in (output.row_outputs, output.check_stop_buffers):
-        for name, value in outputs.items():
-            if isinstance(value, torch.Tensor):
-                host[name] = value.cpu().numpy()[:real].copy()  # the next replay overwrites the original
-            else:
-                host[name] = np.asarray(value)
-    return host
+def _backend_for(device: torch.device) -> GraphBackend:
+    if device.type == "cpu":
+        return CpuGraphBackend()
+    return CudaGraphBackend(device) if device.type == "cuda" else EagerBackend()

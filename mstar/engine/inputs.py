@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from mstar.engine.piecewise_graph_runner import PiecewiseGraphRunner
     from mstar.engine.resources.spec import ResourceReqConfig
     from mstar.engine.resources.step import StepContext
 
@@ -25,6 +26,7 @@ class RequestInfo:
     row: int = -1
     prompt_ids: np.ndarray | None = None  # int64 [prompt tokens]
     max_tokens: int = 1
+    cached_tokens: int = 0  # leading prompt tokens that a prefix cache supplied; set at ingest
     resource_configs: Mapping[str, ResourceReqConfig] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)  # non-text inputs of the request, by input name
 
@@ -56,10 +58,15 @@ class ARNodeInputs(NodeInputs):
 
 @dataclass
 class ModelInputsFromEngine:
-    """The engine's side of a forward: padded rows, the resources by key, and the step's context."""
+    """The engine's side of a forward: padded rows, the resources by key, and the step's context.
+
+    ``piecewise``: runners of the node's captured regions, by label.  A region with an entry in
+    ``ctx.piecewise_leases`` owns the resources that the step's declaration left out.
+    """
 
     request_ids: tuple[int, ...]
     resources: dict[str, Any]
     ctx: StepContext
     per_request_info: list[RequestInfo] = field(default_factory=list)
     captured: bool = False
+    piecewise: Mapping[str, PiecewiseGraphRunner] = field(default_factory=dict)

@@ -12,6 +12,19 @@ from mstar.engine.resources.base import Resource
 
 
 @dataclass(frozen=True)
+class PaddedTail:
+    """The padding rows of one step."""
+
+    ids: tuple[int, ...]
+    rows: list[int]
+
+    def reset(self, resources: Iterable[Resource]) -> None:
+        """Back to length 0."""
+        for resource in resources:
+            resource.reset_rows(self.ids, self.rows)
+
+
+@dataclass(frozen=True)
 class PaddingPool:
     """The padding rows of one capture slot; smaller buckets use a prefix.  ``ids`` <= -2, ``rows`` int64."""
 
@@ -24,6 +37,10 @@ class PaddingPool:
         for resource in resources:
             for info in self.infos:
                 resource.ingest_request(info.request_id, info.row, None)
+
+    def tail(self, start: int, stop: int) -> PaddedTail:
+        """Rows ``start`` to ``stop``."""
+        return PaddedTail(self.ids[start:stop], self.rows[start:stop].tolist())
 
     def reset(self, resources: Iterable[Resource], start: int, stop: int, free: bool = False) -> None:
         """Rows ``start`` to ``stop`` back to length 0; with ``free`` they own nothing afterwards."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import numpy as np
 
-from mstar.engine.accelerator_graph_runner import AcceleratorGraphRunner, check_key_info
+from mstar.engine.accelerator_graph_runner import check_key_info
 from mstar.engine.batch import Batch
 from mstar.engine.inputs import NodeInputs, RequestInfo
-from mstar.engine.padding import PaddingPool
-from mstar.engine.resources.step import SlotLease, SubmoduleStep
-from mstar.engine.submodule import NodeSubmodule
+from mstar.engine.node import EngineNode
+from mstar.engine.padding import PaddedTail
+from mstar.engine.resources.step import LabelRows, SlotLease, StepContext, SubmoduleStep
 
 
 @dataclass
@@ -20,98 +21,185 @@ class PlannedStep:
     """One slot's step over padded rows; ``rows`` and ``spans`` int64 [padded rows], the first ``real`` of them real."""
 
     lease: SlotLease | None
+    piecewise_leases: dict[str, SlotLease]
     step: SubmoduleStep | None
+    request_ids: tuple[int, ...]
     padded_ids: tuple[int, ...]
     rows: np.ndarray
     spans: np.ndarray
-    inputs: Sequence[NodeInputs]
+    inputs: list[NodeInputs]
     infos: list[RequestInfo]
-    pool: PaddingPool | None
+    tail: PaddedTail | None
     eager_reason: str | None
+    is_packed: bool = False
+    pads_tokens: bool = False
+    label_cache: dict[int, dict[str, LabelRows]] = field(default_factory=dict)
+
+    def context(self, graph_walk: str, slot: int, is_preplan: bool = False) -> StepContext:
+        """The context of one run of this step."""
+        return StepContext(
+            graph_walk=graph_walk,
+            request_ids=self.request_ids,
+            rows=self.rows,
+            spans=self.spans,
+            padded_request_ids=self.padded_ids,
+            slot=slot,
+            is_preplan=is_preplan,
+            slot_lease=self.lease,
+            is_packed=self.is_packed,
+            pads_tokens=self.pads_tokens,
+            piecewise_leases=self.piecewise_leases,
+            label_cache=self.label_cache,
+        )
+
+    def is_same_step(self, other: PlannedStep) -> bool:
+        """Whether both declare one step over one set of padded rows."""
+        if self is other:
+            return True
+        return (
+            self.padded_ids == other.padded_ids
+            and self.lease == other.lease
+            and np.array_equal(self.rows, other.rows)
+            and np.array_equal(self.spans, other.spans)
+        )
 
 
 @dataclass
 class PreparedBatch:
     """What stays the same while a batch's membership does.
 
-    ``is_reusable``: the rows' inputs are one shared object, so nothing here depends on the step.
+    ``walks[i]``: row i's own walk in a combined one.  ``looped[i]``: loop-back inputs that row i takes from the
+    engine.  ``is_reusable``: the rows' inputs are one shared object, so nothing here depends on the step.
     """
 
     batch: Batch
     infos: tuple[RequestInfo, ...]
     request_ids: tuple[int, ...]
     inputs: list[NodeInputs]
+    walks: Sequence[str]
+    looped: list[tuple[str, ...]]
     rows: np.ndarray
     spans: np.ndarray
     num_tokens: int
     equal_rows: bool
     key_info: Hashable | None
+    can_batch: bool
     is_reusable: bool
     errors: dict[int, Exception] = field(default_factory=dict)
     by_slot: dict[int, PlannedStep] = field(default_factory=dict)
 
+    def alone(self, i: int) -> PreparedBatch:
+        """Row ``i`` as a batch of its own."""
+        one = slice(i, i + 1)
+        return replace(
+            self,
+            infos=self.infos[one],
+            request_ids=self.request_ids[one],
+            inputs=self.inputs[one],
+            walks=self.walks[one],
+            looped=self.looped[one],
+            rows=self.rows[one],
+            spans=self.spans[one],
+            num_tokens=int(self.spans[i]),
+            equal_rows=True,
+            is_reusable=False,
+            errors={},
+            by_slot={},
+        )
 
-def prepare_batch(submodule: NodeSubmodule, batch: Batch) -> PreparedBatch:
-    """Collects the rows' inputs; a row whose ``prepare_inputs`` raises lands in ``errors``, None skips it."""
-    walk, infos, errors = batch.graph_walk, tuple(batch.infos), {}
-    template = submodule.uniform_row_inputs(walk)
+
+def prepare_batch(node: EngineNode, batch: Batch, cached: Mapping[int, int]) -> PreparedBatch:
+    """Collects the rows' inputs; a row whose ``prepare_inputs`` raises lands in ``errors``, None skips it.
+
+    ``cached``: tokens to leave out at the front, for requests that take their first step.
+    """
+    walk, submodule, infos = batch.graph_walk, node.submodule, tuple(batch.infos)
+    template = submodule.uniform_row_inputs(walk) if batch.row_walks is None else None
+    errors: dict[int, Exception] = {}
     if template is not None:
-        inputs = [template] * len(infos)
+        inputs, walks = [template] * len(infos), [walk] * len(infos)
         spans = np.full(len(infos), template.input_seq_len, dtype=np.int64)
     else:
-        kept: list[RequestInfo] = []
-        inputs = []
-        for info in infos:
-            try:
-                row = submodule.prepare_inputs(walk, info)
-            except Exception as error:
-                errors[info.request_id] = error
-                continue
-            if row is not None:
-                kept.append(info)
-                inputs.append(row)
-        infos = tuple(kept)
+        infos, inputs, walks = _prepare_each(node, batch, cached, errors)
         spans = np.array([row.input_seq_len for row in inputs], dtype=np.int64)
+    loops = {walk: node.loopback_inputs(walk) for walk in set(walks)}
     return PreparedBatch(
         batch=batch,
         infos=infos,
         request_ids=tuple(info.request_id for info in infos),
         inputs=inputs,
+        walks=walks,
+        looped=[loops[walk] for walk in walks],
         rows=np.array([info.row for info in infos], dtype=np.int64),
         spans=spans,
         num_tokens=int(spans.sum()),
         equal_rows=bool((spans == spans[:1]).all()),
         key_info=submodule.cg_key_info(walk, infos) if infos else None,
+        can_batch=submodule.can_batch(walk, inputs),
         is_reusable=template is not None,
         errors=errors,
     )
 
 
-def plan_rows(
-    prepared: PreparedBatch, submodule: NodeSubmodule, runner: AcceleratorGraphRunner, slot: int
-) -> PlannedStep:
+def _prepare_each(
+    node: EngineNode, batch: Batch, cached: Mapping[int, int], errors: dict[int, Exception]
+) -> tuple[tuple[RequestInfo, ...], list[NodeInputs], list[str]]:
+    """Row by row, each under its own walk; rows that fail are written into ``errors``."""
+    submodule = node.submodule
+    walks = repeat(batch.graph_walk) if batch.row_walks is None else batch.row_walks
+    templates = {walk: submodule.uniform_row_inputs(walk) for walk in set(batch.row_walks or (batch.graph_walk,))}
+    infos: list[RequestInfo] = []
+    inputs: list[NodeInputs] = []
+    kept_walks: list[str] = []
+    for info, walk in zip(batch.infos, walks, strict=False):
+        row = templates[walk]
+        if row is None:
+            try:
+                row = submodule.prepare_inputs(walk, info)
+                if row is not None and info.request_id in cached:
+                    row = submodule.split_inputs(row, cached[info.request_id])[1]
+            except Exception as error:
+                errors[info.request_id] = error
+                continue
+        if row is not None:
+            infos.append(info)
+            inputs.append(row)
+            kept_walks.append(walk)
+    return tuple(infos), inputs, kept_walks
+
+
+def plan_rows(prepared: PreparedBatch, node: EngineNode, slot: int, eager_reason: str | None = None) -> PlannedStep:
     """The step on ``slot``: leased and padded where a bucket fits, eager with its reason otherwise.
+
+    ``eager_reason``: leases nothing, for this reason.
 
     Raises:
         RuntimeError: the declared step is another capture variant than the leased bucket.
     """
-    walk, real = prepared.batch.graph_walk, len(prepared.infos)
-    lease = runner.lease_slot(walk, real, slot, prepared.num_tokens, prepared.key_info, prepared.equal_rows)
+    walk, runner, real = prepared.batch.graph_walk, node.runner, len(prepared.infos)
+    shape = (prepared.num_tokens, prepared.key_info, prepared.equal_rows)
+    lease = None if eager_reason else runner.lease_slot(walk, real, slot, *shape)
     ids, rows, spans = prepared.request_ids, prepared.rows, prepared.spans
-    inputs, infos, pool, reason = prepared.inputs, list(prepared.infos), None, None
+    inputs, infos, tail = prepared.inputs, list(prepared.infos), None
+    regions: dict[str, SlotLease] = {}
     if lease is None:
-        reason = runner.eager_reason(walk, real, prepared.num_tokens, prepared.key_info, prepared.equal_rows)
+        eager_reason = eager_reason or runner.eager_reason(walk, real, *shape)
+        regions = node.early_leases(inputs, prepared.num_tokens, slot)
     else:
-        padding, bs = runner.padding_for(lease, real)
+        pool, bs = runner.padding_for(lease, real)
         if bs > real:
-            pool = padding
-            tail = runner.padding_inputs(lease, bs - real)
-            ids = ids + padding.ids[real:bs]
-            rows = np.concatenate([rows, padding.rows[real:bs]])
-            spans = np.concatenate([spans, np.array([row.input_seq_len for row in tail], dtype=np.int64)])
-            inputs = [*inputs, *tail]
-            infos += padding.infos[real:bs]
-    step = submodule.declare_step(walk, ids, inputs, slot_lease=lease)
+            tail = pool.tail(real, bs)
+            padding = runner.padding_inputs(lease, bs - real)
+            ids = ids + tail.ids
+            rows = np.concatenate([rows, pool.rows[real:bs]])
+            spans = np.concatenate([spans, np.array([row.input_seq_len for row in padding], dtype=np.int64)])
+            inputs = [*inputs, *padding]
+            infos += pool.infos[real:bs]
+    step = node.submodule.declare_step(walk, ids, inputs, slot_lease=lease, piecewise_leases=regions)
+    planned = PlannedStep(
+        lease, regions, step, prepared.request_ids, ids, rows, spans, inputs, infos, tail, eager_reason
+    )
     if lease is not None:
         check_key_info(lease, step)
-    return PlannedStep(lease, step, ids, rows, spans, inputs, infos, pool, reason)
+        planned.is_packed, planned.pads_tokens = runner.context_flags(lease)
+    return planned

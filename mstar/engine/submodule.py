@@ -34,6 +34,18 @@ class NodeSubmodule(nn.Module):
         """One object that serves as every row's inputs (decode with its token on the device), or None."""
         return None
 
+    def split_inputs(self, inputs: NodeInputs, num_tokens: int) -> tuple[NodeInputs, NodeInputs]:
+        """One row's inputs cut in two: the first ``num_tokens`` tokens and the rest, neither of them empty."""
+        raise NotImplementedError(f"{type(self).__name__}.split_inputs")
+
+    def get_combined_graph_walks(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Node -> {combined walk: the walks whose rows one step of it may mix, in the order of its rows}."""
+        return {}
+
+    def can_batch(self, graph_walk: str, inputs: Sequence[NodeInputs]) -> bool:
+        """Whether one forward may take these rows together; else each runs on its own."""
+        return True
+
     def max_batch_size(self, graph_walk: str) -> int | None:
         """Most rows one step may have; None leaves it to the captures."""
         return None
@@ -65,6 +77,33 @@ class NodeSubmodule(nn.Module):
         """The forward over all rows.  No host reads, no branches on tensor values, no ids."""
         raise NotImplementedError(f"{type(self).__name__}.forward_batched")
 
+    def forward(
+        self, graph_walk: str, engine_inputs: ModelInputsFromEngine, **tensors: Any
+    ) -> BatchedModelOutput | dict[Any, Any]:
+        """The forward over the one row of a batch that :meth:`can_batch` turned down."""
+        return self.forward_batched(graph_walk, engine_inputs, **tensors)
+
+    def filter_batched_output(
+        self, graph_walk: str, request_id: int, outputs: Mapping[str, Sequence[Any]]
+    ) -> Mapping[str, Sequence[Any]]:
+        """Those of a request's own outputs that are worth a copy."""
+        return outputs
+
+    def unpack_packed_outputs(
+        self,
+        static_output: Mapping[str, Any],
+        request_ids: Sequence[int],
+        real_seq_lens: Sequence[int],
+        inputs: Sequence[NodeInputs],
+        per_request_info: Sequence[RequestInfo],
+    ) -> dict[int, dict[str, list[Any]]]:
+        """Cuts ``__name__`` outputs [tokens, ...] by the real rows' lengths; views will do, the engine copies them."""
+        raise NotImplementedError(f"{type(self).__name__}.unpack_packed_outputs")
+
+    def postprocess(self, graph_walk: str, info: RequestInfo, outputs: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """One request's routed outputs, completed.  Must not read tensor values; an exception fails that request."""
+        return outputs
+
     def cleanup_request(self, request_id: int) -> None:
         """Frees what the submodule itself kept of a request."""
 
@@ -85,3 +124,7 @@ class ARNodeSubmodule(NodeSubmodule):
     def device_loopback_signals(self, graph_walk: str) -> frozenset[str]:
         """Names of the loop-back inputs that stay on the device in this walk."""
         return frozenset()
+
+    def loopback_outputs(self) -> dict[str, str]:
+        """Loop-back input -> the row output that feeds it, for steps whose resources keep no token on the device."""
+        return {}

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 MAX_PADDING = 2  # gathered tokens over real ones, from which rows are split by length
 GATHER_BYTES = 16 << 20  # of one call's pages: they should stay in the last-level cache between copy and use
+EMPTY, WHOLE, PAGED = range(3)  # kinds of rows; from PAGED on, one kind for each class of length
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,34 @@ class PagedRows:
     mask: torch.Tensor
 
 
-Group = WholeRows | PagedRows
+@dataclass(frozen=True)
+class RowByToken:
+    """One row whose every query is a call of its own, over the keys that it sees and no other.
+
+    A call's shapes, strides and alignment, and so the order in which it adds up, depend on these keys alone.
+    ``pages`` int64 [pages of the row]; query ``i`` sees positions ``seen[i]``.
+    """
+
+    tokens: torch.Tensor | slice
+    pages: torch.Tensor
+    seen: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class NoKeys:
+    """Queries of rows that hold nothing yet: zeros come of them."""
+
+    tokens: torch.Tensor | slice
+
+
+Group = WholeRows | PagedRows | RowByToken | NoKeys
 
 
 def plan_groups(
-    starts: np.ndarray,
+    kv_lens: np.ndarray,
     spans: np.ndarray,
-    page_table: np.ndarray,
+    pages: np.ndarray,
+    page_starts: np.ndarray,
     page_size: int,
     *,
     causal: bool,
@@ -56,44 +78,52 @@ def plan_groups(
     max_gather: int,
     device: torch.device,
     dtype: torch.dtype,
+    own_keys: bool = True,
+    by_token: bool = False,
 ) -> list[Group]:
     """Splits a step's rows into groups of equal shape.
 
     Args:
-        starts, spans: int64 [B], tokens before the step and new tokens of each row.
-        page_table: int32 [B, pages]; row ``i`` reads its first ``ceil((starts[i] + spans[i]) / page_size)``.
-        window: tokens a query sees, itself included; None for all.
+        kv_lens, spans: int64 [B], tokens of each row with the new ones, and its query tokens, which are the last.
+        pages: int32, pages of all rows; ``page_starts`` int32 [B + 1], where in it each row's begin and end.
+        window: tokens a query sees up to its own position, itself included; None for all.
         max_gather: tokens whose pages one group may gather; a single row may exceed it.
         dtype: of queries.
+        own_keys: every query token is a new token of its row, so that the step's own k and v hold its key.
+        by_token: results that depend on a token's own keys alone, at the price of one call for each.
 
     Returns:
-        Groups that together hold every new token once.
+        Groups that together hold every query token once.
     """
-    kv_lens = starts + spans
-    # Rows that start at 0 and fit the window need neither pages nor mask; their keys are at hand.
-    whole = (starts == 0) & (spans > 1)
+    if by_token:
+        return _rows_by_token(kv_lens, spans, pages, page_starts, causal, window, device)
+    token_starts, num_tokens = np.cumsum(spans) - spans, int(spans.sum())
+    # Rows whose queries are all they hold and that fit the window need neither pages nor mask: their keys are at hand.
+    whole = (kv_lens == spans) & (spans > 1) if own_keys else np.zeros(spans.size, np.bool_)
     if window is not None:
         whole &= spans <= window
-    length_class = np.where(whole, 0, 1)
-    paged_lens = kv_lens[~whole & (spans > 0)]
+    is_paged = ~whole & (spans > 0) & (kv_lens > 0)
+    length_class = np.where(whole, WHOLE, np.where(is_paged, PAGED, EMPTY))
+    paged_lens = kv_lens[is_paged]
     if paged_lens.size and paged_lens.max() * paged_lens.size > MAX_PADDING * (paged_lens + page_size).sum():
-        by_length = 1 + np.ceil(np.log2(np.maximum(kv_lens, page_size))).astype(np.int64)
-        length_class = np.where(whole, 0, by_length)
-    token_starts = np.cumsum(spans) - spans
+        by_length = PAGED + np.ceil(np.log2(np.maximum(kv_lens, page_size))).astype(np.int64)
+        length_class = np.where(is_paged, by_length, length_class)
     groups: list[Group] = []
     for kind, n, rows in _equal_rows(length_class, spans):
-        if kind == 0:
-            tokens = _token_selection(token_starts[rows], n, int(spans.sum()), device)
-            groups.append(WholeRows(tokens, rows.size, n, causal))
+        if kind < PAGED:
+            tokens = _token_selection(token_starts[rows], n, num_tokens, device)
+            groups.append(WholeRows(tokens, rows.size, n, causal) if kind == WHOLE else NoKeys(tokens))
             continue
         width = -(-int(kv_lens[rows].max()) // page_size)
         step = max(1, max_gather // (width * page_size))
         for part in (rows[i : i + step] for i in range(0, rows.size, step)):
-            tokens = _token_selection(token_starts[part], n, int(spans.sum()), device)
-            key_pages = page_table[part, :width].astype(np.int64).reshape(-1) * 2
-            pages = torch.from_numpy(np.concatenate((key_pages, key_pages + 1))).to(device)
-            mask = _mask(starts[part], n, width * page_size, causal, window, device, dtype)
-            groups.append(PagedRows(tokens, part.size, n, pages, mask))
+            tokens = _token_selection(token_starts[part], n, num_tokens, device)
+            # Shorter rows repeat their last page, hidden by the mask: another's might hold NaN, which no mask hides.
+            columns = np.minimum(page_starts[part, None] + np.arange(width), page_starts[part + 1, None] - 1)
+            key_pages = pages[columns].astype(np.int64).reshape(-1) * 2
+            page_index = torch.from_numpy(np.concatenate((key_pages, key_pages + 1))).to(device)
+            mask = _mask(kv_lens[part] - n, n, width * page_size, causal, window, device, dtype)
+            groups.append(PagedRows(tokens, part.size, n, page_index, mask))
     return groups
 
 
@@ -119,33 +149,49 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     scratch: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends over the step's own and the stored keys and values, which :func:`write_kv` has stored already.
 
     Args:
         layer: [pages, 2, page_size, Hkv, D], contiguous, any float dtype.
-        q: [n, Hq, D]; k, v: [n, Hkv, D].  Scores are scaled by ``D ** -0.5``.
+        q: [n, Hq, D].  Scores are scaled by ``D ** -0.5``.
+        k, v: [n, Hkv, D]; unread, and of any length, where groups were planned without ``own_keys``.
         scratch: dtype of ``layer``, at least :func:`gathered_elements`; holds one group's pages at a time, since
             fresh memory for each layer costs more than the copy.
+        out: [n, Hq, D] for the result; None for a new one.
 
     Returns:
         [n, Hq, D], dtype of ``q``.
     """
     if layer.dtype != q.dtype:  # a token sees itself as later tokens will see it
         k, v = k.to(layer.dtype).to(q.dtype), v.to(layer.dtype).to(q.dtype)
-    if len(groups) == 1 and isinstance(groups[0].tokens, slice):
-        return _attend_group(groups[0], layer, q, k, v, scratch)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out is None and len(groups) == 1:
+        (only,) = groups
+        if isinstance(only, WholeRows | PagedRows) and only.tokens == slice(None):
+            return _attend_group(only, layer, q, k, v, scratch)
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in groups:
         at = group.tokens
+        if isinstance(group, NoKeys):
+            out[at] = 0
+            continue
         own = (k[at], v[at]) if isinstance(group, WholeRows) else (k, v)
         out[at] = _attend_group(group, layer, q[at], *own, scratch)
     return out
 
 
 def _attend_group(
-    group: Group, layer: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scratch: torch.Tensor
+    group: WholeRows | PagedRows | RowByToken,
+    layer: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scratch: torch.Tensor,
 ) -> torch.Tensor:
+    if isinstance(group, RowByToken):
+        return _attend_by_token(group, layer, q)
     heads, dim = q.shape[1:]
     g, n = group.g, group.n
     kv_heads = k.shape[1]
@@ -165,6 +211,40 @@ def _attend_group(
     queries = q.reshape(g, n, heads, dim).transpose(1, 2)
     out = scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, enable_gqa=heads != kv_heads)
     return out.transpose(1, 2).reshape(g * n, heads, dim)
+
+
+def _attend_by_token(group: RowByToken, layer: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    # Tensors of their own, since BLAS picks its kernels by alignment too.
+    keys, values = (layer[:, i].index_select(0, group.pages).flatten(0, 1).to(q.dtype) for i in (0, 1))
+    kv_heads, out = keys.shape[1], torch.empty_like(q, memory_format=torch.contiguous_format)
+    for i, seen in enumerate(group.seen):
+        query = q[i].clone(memory_format=torch.contiguous_format).view(1, kv_heads, -1, q.shape[2])
+        key, value = (x[seen].transpose(0, 1)[None] for x in (keys, values))
+        out[i] = scaled_dot_product_attention(query, key, value).view(q.shape[1:])
+    return out
+
+
+def _rows_by_token(
+    kv_lens: np.ndarray,
+    spans: np.ndarray,
+    pages: np.ndarray,
+    page_starts: np.ndarray,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+) -> list[Group]:
+    groups: list[Group] = []
+    ends = np.cumsum(spans)
+    for row in np.flatnonzero(spans).tolist():
+        tokens, kv_len = slice(int(ends[row] - spans[row]), int(ends[row])), int(kv_lens[row])
+        if kv_len == 0:
+            groups.append(NoKeys(tokens))
+            continue
+        own = torch.from_numpy(pages[page_starts[row] : page_starts[row + 1]].astype(np.int64)).to(device)
+        own_ends = range(kv_len - int(spans[row]) + 1, kv_len + 1)
+        seen = (slice(0 if window is None else max(e - window, 0), e if causal else kv_len) for e in own_ends)
+        groups.append(RowByToken(tokens, own, tuple(seen)))
+    return groups
 
 
 def _equal_rows(kinds: np.ndarray, spans: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:

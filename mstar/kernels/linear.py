@@ -13,11 +13,33 @@ Backend = Literal["auto", "panel", "torch"]
 
 # Rows per kernel call: the inputs of a long prefill then stay in the L2 cache while the panels pass.
 MAX_ROWS = 192
+# Rows per product of the deterministic torch path: 8 to 64 give every row the same bits wherever it stands.
+BLOCK_ROWS = 32
 
 
 def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [n, in], weight [out, in], bias [out] -> [n, out]; what `PackedLinear` must equal within float error."""
     return F.linear(x, weight, bias)
+
+
+@torch.library.custom_op("mstar::linear_in_blocks", mutates_args=())
+def linear_in_blocks(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """As `linear_reference`, in products of `BLOCK_ROWS` rows, the last one padded: a row's bits depend on it alone.
+
+    BLAS sums in another order for other shapes: fp32 below 16 rows and, over several threads, also where it splits the
+    sum (57 to 192 rows of 1,536 inputs); bf16 at most sizes.
+    """
+    rows = x.shape[0]
+    padded = F.pad(x, (0, 0, 0, -rows % BLOCK_ROWS)).contiguous()
+    y = x.new_empty(padded.shape[0], weight.shape[0])
+    for start in range(0, rows, BLOCK_ROWS):
+        y[start : start + BLOCK_ROWS] = F.linear(padded[start : start + BLOCK_ROWS], weight, bias)
+    return y[:rows]
+
+
+@linear_in_blocks.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def takes_blocks(kind: str, dtype: torch.dtype, device: torch.device) -> bool:
@@ -33,6 +55,8 @@ class PackedLinear:
     accumulation; every other device and dtype keeps `weight` as it is and calls `torch.nn.functional.linear`.
     Quantised blocks stay quantised, and give bit for bit what the panel kernel gives on their fp32 values.
     The packed copy does not share memory with `weight`, so a loader that drops `weight` holds one copy.
+    With `deterministic`, a row's result depends on that row alone, to the bit, however many there are; the panel kernel
+    gives that always.
     Calls may come from several threads. No gradients.
 
         qkv = PackedLinear.fused([w_q, w_k, w_v])
@@ -42,13 +66,18 @@ class PackedLinear:
         weight: [out, in], a float dtype, which is the layer's, or blocks, whose layer is fp32; never modified.
         bias: [out] or None; converted to the weight's dtype.
         backend: "auto" takes the panel kernel where it can run, "panel" insists on it, "torch" never takes it.
+        deterministic: rows keep their bits, whatever the number of rows.
 
     Raises:
         ValueError: shapes that do not fit, or backend "panel" or blocks where the kernel cannot run.
     """
 
     def __init__(
-        self, weight: torch.Tensor | BlockRows, bias: torch.Tensor | None = None, backend: Backend = "auto"
+        self,
+        weight: torch.Tensor | BlockRows,
+        bias: torch.Tensor | None = None,
+        backend: Backend = "auto",
+        deterministic: bool = False,
     ) -> None:
         panels: PanelFormat = FLOAT
         if isinstance(weight, BlockRows):
@@ -69,6 +98,7 @@ class PackedLinear:
                 "backend: 'panel', which blocks need, takes llvmlite, an x86 CPU with AVX2 and fp32 weights or blocks "
                 f"in its memory, got {backend!r}, {self.dtype} on {self.device}"
             )
+        self._linear = linear_in_blocks if deterministic else F.linear
         if self._kernel is None:
             assert isinstance(weight, torch.Tensor)
             self._weight = weight.detach()
@@ -85,6 +115,7 @@ class PackedLinear:
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None] | None = None,
         backend: Backend = "auto",
+        deterministic: bool = False,
     ) -> "PackedLinear":
         """One layer whose output is the outputs of `weights` ([out_i, in] each) side by side.
 
@@ -107,7 +138,7 @@ class PackedLinear:
             bias = torch.cat(
                 [w.new_zeros(len(w)) if b is None else b.to(w) for w, b in zip(weights, biases, strict=True)]
             )
-        return cls(torch.cat(list(weights)), bias, backend)
+        return cls(torch.cat(list(weights)), bias, backend, deterministic)
 
     @property
     def backend(self) -> str:
@@ -121,7 +152,7 @@ class PackedLinear:
             ValueError: x of another shape, dtype or device (panel; the torch path raises torch's RuntimeError).
         """
         if self._kernel is None:
-            return F.linear(x, self._weight, self._bias)
+            return self._linear(x, self._weight, self._bias)
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype != torch.float32 or x.device != self.device:
             raise ValueError(
                 f"x: expected float32 [n, {self.in_features}] on {self.device}, "
@@ -132,7 +163,7 @@ class PackedLinear:
         rows = x.shape[0]
         y = torch.empty(rows, self.out_features)
         threads = torch.get_num_threads()
-        scratch = torch.empty(self._kernel.scratch_size(min(MAX_ROWS, rows), self.in_features, threads))
+        scratch = torch.empty(self._kernel.scratch_size(self.in_features, threads))
         weight, bias, scratch_address = self._weight.data_ptr(), self._bias.data_ptr(), scratch.data_ptr()
         x_address, y_address = x.data_ptr(), y.data_ptr()
         for start in range(0, rows, MAX_ROWS):

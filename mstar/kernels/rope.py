@@ -1,59 +1,81 @@
-"""Rotary position embedding (Su et al., 2021) and the scaling rules of its frequencies."""
+"""Rotary position embedding (Su et al., 2021): cosine and sine tables of a step, and the rotation of heads."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from mstar.kernels.cpu.jit import Worker, words
 from mstar.kernels.cpu.row_ops_ir import rotate_ir
 from mstar.kernels.cpu.rows import row_kernel, row_threads
-from mstar.utils.errors import shorten
 
 
-def inverse_frequencies(rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> torch.Tensor:
-    """Angle per position of each rotated pair, fp32 [rotary_dim / 2]: ``theta ** (-2 i / rotary_dim)``, scaled.
+def cos_sin(
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    interleave: bool,
+    *,
+    factor: float = 1.0,
+    axes: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables that :func:`rotate` takes, fp32 [n, 1, rotary_dim] each.  The sine carries the sign of its dim.
 
     Args:
-        scaling: None, or a mapping with ``rope_type`` (or ``type``) and that type's numbers.
-
-    Raises:
-        ValueError: an unknown type, or a number that its type needs is missing; names it.
+        positions: int64 [n]; with ``axes`` int64 [3, n].
+        frequencies: fp32 [rotary_dim / 2], or [n, rotary_dim / 2] where tokens differ.
+        factor: both are multiplied with it.
+        axes: int64 [rotary_dim / 2] from :func:`axes_of`: which row of ``positions`` turns each pair.
+        out: two tensors [n, 1, rotary_dim] of any float dtype to fill and return.
     """
-    plain = 1.0 / (theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim))
-    scaling = scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    rule = _RULES.get(kind)
-    if rule is None:
-        raise ValueError(f"rope_type must be one of {', '.join(_RULES)}, got {shorten(kind)}")
-    return rule(plain, scaling)
-
-
-def cos_sin(positions: torch.Tensor, frequencies: torch.Tensor, interleave: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables that :func:`rotate` takes, fp32 [n, 1, rotary_dim] each.
-
-    ``positions`` int64 [n]; ``frequencies`` fp32 [rotary_dim / 2].  The sine carries the sign of its dim.
-    """
-    angle = positions.float()[:, None] * frequencies
+    at = positions.float()
+    angle = (at[:, None] if axes is None else at.index_select(0, axes).t()) * frequencies
     cos, sin = angle.cos(), angle.sin()
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
     if interleave:
-        return cos.repeat_interleave(2, -1)[:, None], torch.stack((-sin, sin), -1).flatten(-2)[:, None]
-    return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+        cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+    elif out is not None and out[0].dtype is torch.float32:
+        torch.cat((cos, cos), -1, out=out[0][:, 0])
+        torch.cat((-sin, sin), -1, out=out[1][:, 0])
+        return out
+    else:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    if out is None:
+        return cos[:, None], sin[:, None]
+    return out[0].copy_(cos[:, None]), out[1].copy_(sin[:, None])
+
+
+def axes_of(sections: Sequence[int], interleaved: bool) -> list[int]:
+    """Which of three position axes (time, height, width) turns each pair; ``sections`` pairs per axis.
+
+    Contiguous sections lie end to end (Qwen2-VL).  Interleaved ones alternate t h w t h w ... as far as height and
+    width reach; the rest is time (Qwen3-VL).
+    """
+    if not interleaved:
+        return [axis for axis, pairs in enumerate(sections) for _ in range(pairs)]
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], len(axes)), 3):
+            axes[pair] = axis
+    return axes
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleave: bool) -> torch.Tensor:
     """Rotates the leading ``rotary_dim`` dims of each head.
 
     Args:
-        x: [n, heads, head_dim]; cos, sin: [n, 1, rotary_dim] from :func:`cos_sin`, dtype of ``x``.
+        x: [n, heads, head_dim]; cos, sin: [n, 1, rotary_dim] from :func:`cos_sin`.  Tables of another dtype than
+            ``x`` are what the rotation is computed in.
 
     Returns:
         A new tensor like ``x``.
     """
+    if cos.dtype != x.dtype:
+        return rotate_reference(x.to(cos.dtype), cos, sin, interleave).to(x.dtype)
     n, heads, dim = x.shape
     if interleave or not (x.is_cpu and x.dtype is torch.float32 and x.stride()[1:] == (dim, 1)):
         return rotate_reference(x, cos, sin, interleave)
@@ -82,39 +104,3 @@ def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inte
 def _rotate_kernel(dim: int, rotary_dim: int) -> Worker | None:
     run = math.gcd(rotary_dim // 2, dim)  # halves, and what is left of a head, are whole vectors
     return row_kernel("rotary embedding", run, lambda lanes: rotate_ir(dim, rotary_dim, lanes))
-
-
-def _default(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    return plain
-
-
-def _linear(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    return plain / _number(scaling, "factor")
-
-
-def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between blended."""
-    factor, low, high, trained = (
-        _number(scaling, key)
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
-    wavelength = 2 * math.pi / plain
-    stretched = torch.where(wavelength > trained / low, plain / factor, plain)
-    smooth = (trained / wavelength - low) / (high - low)
-    blended = (1 - smooth) * stretched / factor + smooth * stretched
-    is_between = ~(wavelength < trained / high) & ~(wavelength > trained / low)
-    return torch.where(is_between, blended, stretched)
-
-
-def _number(scaling: Mapping[str, Any], key: str) -> float:
-    value = scaling.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"rope scaling needs {key}, a finite number > 0, got {shorten(value)}")
-    return value
-
-
-_RULES: dict[Any, Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]] = {
-    "default": _default,
-    "linear": _linear,
-    "llama3": _llama3,
-}

@@ -96,7 +96,8 @@ def sample_rows(
         chosen = RowSettings(*(column.cpu()[index] for column in settings))
         tokens[rows] = draw(x.cpu(), rows, best[rows], chosen, apply_filters)
     device = logits.device
-    return torch.from_numpy(tokens).to(device), torch.from_numpy(is_fault).to(device)
+    # Copied even to the CPU: into memory that a graph's later operators may count on.
+    return torch.from_numpy(tokens).to(device, copy=True), torch.from_numpy(is_fault).to(device, copy=True)
 
 
 def scaled_scores(x: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

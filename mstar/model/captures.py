@@ -8,8 +8,10 @@ from mstar.engine.accelerator_graph_config import (
     AcceleratorGraphConfig,
     BatchedAcceleratorGraphConfig,
     PackedAcceleratorGraphConfig,
+    decode_rows_then_prompt,
 )
 from mstar.engine.inputs import ARNodeInputs
+from mstar.model.text_rows import LOOPBACK
 
 SMALLEST_PREFILL = 32  # tokens
 
@@ -17,34 +19,37 @@ SMALLEST_PREFILL = 32  # tokens
 def text_graph_configs(
     device: torch.device, max_rows: int, max_tokens: int, decode_sizes: tuple[int, ...] = ()
 ) -> list[AcceleratorGraphConfig]:
-    """Captures of ``decode`` (equal rows of one token) and ``prefill`` (ragged rows on one token axis).
+    """Captures of ``decode`` (equal rows of one token), and of ``prefill`` and ``mixed`` (ragged rows on one token
+    axis), which share theirs.
 
-    On the CPU every padded row costs its arithmetic: decode has a dense ladder, and prefill, which runs over the
-    real tokens of its bucket there, needs one bucket only.
+    On the CPU every padded row costs its arithmetic: decode has a dense ladder, and packed steps, which run over
+    the real tokens of their bucket there, need one bucket only.
 
     Args:
         max_rows: rows of the largest step.
-        max_tokens: prompt tokens of the largest captured prefill step.
+        max_tokens: prompt tokens of the largest captured step; beside them there is room for a decode row each.
         decode_sizes: batch sizes of decode, or empty for the device's ladder.
     """
     on_cpu = device.type == "cpu"
     ladder = sorted(set(decode_sizes)) or (dense_ladder(max_rows) if on_cpu else doubling_ladder(1, max_rows))
+    last_token = torch.zeros(1, dtype=torch.int64)
     decode = BatchedAcceleratorGraphConfig(
         capture_graph_walk="decode",
-        single_request_inputs=ARNodeInputs(input_seq_len=1, walk="decode"),
+        single_request_inputs=ARNodeInputs({LOOPBACK: last_token}, input_seq_len=1, walk="decode"),
         capture_batch_sizes=ladder,
         compile=False,
     )
-    prefill = PackedAcceleratorGraphConfig(
+    largest = max_tokens + max_rows
+    packed = PackedAcceleratorGraphConfig(
         capture_graph_walk="prefill",
-        capture_token_lengths=[max_tokens]
-        if on_cpu
-        else doubling_ladder(min(SMALLEST_PREFILL, max_tokens), max_tokens),
+        replay_graph_walks=["prefill", "mixed"],
+        capture_token_lengths=[largest] if on_cpu else doubling_ladder(min(SMALLEST_PREFILL, largest), largest),
         make_node_input=_dummy_prompt,
+        token_layout=decode_rows_then_prompt,
         capture_batch_sizes=[max_rows] if on_cpu else doubling_ladder(1, max_rows),
         compile=False,
     )
-    return [decode, prefill]
+    return [decode, packed]
 
 
 def dense_ladder(largest: int) -> list[int]:

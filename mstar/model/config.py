@@ -16,7 +16,8 @@ class ModelConfig:
     ``rope_scaling`` is None for plain rotary positions, else a mapping as :func:`mstar.model.rope.parse_rope_scaling`
     returns it.  ``max_position_embeddings`` is the number the file gives; ``context_length`` is the longest sequence
     (prompt plus output, in tokens) after the scaling's own rule.  ``vocab_size`` counts the embedding's rows.
-    ``tie_word_embeddings`` says that a checkpoint without a head uses the embedding as its head.
+    ``tie_word_embeddings`` says that a checkpoint without a head uses the embedding as its head.  ``sliding_window``
+    is how many tokens, itself included, a token of any layer attends to; None is all.
     """
 
     family: str
@@ -33,6 +34,7 @@ class ModelConfig:
     rope_scaling: Mapping[str, Any] | None
     max_position_embeddings: int
     context_length: int
+    sliding_window: int | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

@@ -34,6 +34,12 @@ BLOCK_NAMES = {
 }
 HF_PARTS = {part: block for block, part in BLOCK_NAMES.items()}
 HF_TOP_NAMES = {hf: gguf for gguf, hf in TOP_NAMES.items()}
+SCALING_KEYS = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_context_length",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = frozenset({ROPE_FACTORS})  # read by the configuration, no weight of a layer
 
@@ -60,8 +66,8 @@ def config_from_gguf(file: GGUFFile) -> tuple[ModelConfig, Family]:
     Biases are there if their tensors are.  Without ``output.weight`` the embedding is the head.
 
     Raises:
-        LoadError: unknown architecture, experts, another rotary scaling than the known ones, or a missing or
-            malformed number; names the file and the key or tensor.
+        LoadError: unknown architecture, experts, another rotary scaling than the known ones, windowed attention in
+            some layers only, or a missing or malformed number; names the file and the key or tensor.
     """
     meta, path = file.metadata, str(file.path)
     arch = meta.get("general.architecture")
@@ -100,6 +106,7 @@ def config_from_gguf(file: GGUFFile) -> tuple[ModelConfig, Family]:
         rope_scaling=scaling,
         max_position_embeddings=positions,
         context_length=context_length(positions, scaling),
+        sliding_window=_sliding_window_of(meta, f"{arch}.attention.sliding_window", path),
         tie_word_embeddings="output.weight" not in file.tensors,
         qkv_bias=qkv_bias,
         o_bias="blk.0.attn_output.bias" in file.tensors,
@@ -126,9 +133,14 @@ def _scaling_of(meta: dict[str, Any], prefix: str) -> dict[str, Any] | None:
     kind = meta.get(prefix + "type")
     if kind in (None, "none"):
         return None
-    names = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
-    raw = {name: meta[prefix + key] for name, key in names.items() if prefix + key in meta}
+    raw = {name: meta[prefix + key] for name, key in SCALING_KEYS.items() if prefix + key in meta}
     return {"rope_type": kind, **raw}
+
+
+def _sliding_window_of(meta: dict[str, Any], key: str, path: str) -> int | None:
+    if f"{key}_pattern" in meta:
+        raise LoadError(f"{path}: {key}_pattern: sliding windows in some layers only are not supported")
+    return read_int(meta, key, path) if meta.get(key) else None
 
 
 def _scaling_of_factors(file: GGUFFile, theta: float, rotary_dim: int) -> dict[str, Any] | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -17,38 +19,43 @@ from mstar.model.layers.norm import HeadNorm, RMSNorm
 from mstar.model.weights import WeightReader
 
 logger = logging.getLogger(__name__)
+MakeLinear = Callable[..., PackedLinear]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def load_decoder(config: ModelConfig, weights: WeightReader) -> Decoder:
+def load_decoder(config: ModelConfig, weights: WeightReader, *, deterministic: bool = False) -> Decoder:
     """Reads every weight once, straight into the fused projections.
+
+    Args:
+        deterministic: of all linear layers, see :class:`PackedLinear`.
 
     Raises:
         LoadError: a tensor is missing, of another shape, cut short, or unknown; names the file and the tensor.
     """
-    embedding, head = _load_ends(config, weights)
-    layers = [_load_layer(config, weights, index) for index in range(config.num_layers)]
+    packed = functools.partial(PackedLinear, deterministic=deterministic)
+    embedding, head = _load_ends(config, weights, packed)
+    layers = [_load_layer(config, weights, index, packed) for index in range(config.num_layers)]
     norm = RMSNorm(weights.read("model.norm.weight", config.hidden_size), config.rms_norm_eps)
     weights.finish()
     return Decoder(embedding, layers, norm, head)
 
 
-def _load_ends(config: ModelConfig, weights: WeightReader) -> tuple[nn.Module, PackedLinear]:
+def _load_ends(config: ModelConfig, weights: WeightReader, packed: MakeLinear) -> tuple[nn.Module, PackedLinear]:
     """Embedding and head.  A stored head that differs from the embedding wins over the tie, as in transformers."""
     shape = (config.vocab_size, config.hidden_size)
     if config.tie_word_embeddings and HEAD not in weights:
-        head = PackedLinear(weights.read_linear([(EMBEDDING, shape)]))
+        head = packed(weights.read_linear([(EMBEDDING, shape)]))
         return TiedEmbedding(head), head
     table = weights.read(EMBEDDING, *shape)
     if not config.tie_word_embeddings:
-        return Embedding(table), PackedLinear(weights.read_linear([(HEAD, shape)]))
+        return Embedding(table), packed(weights.read_linear([(HEAD, shape)]))
     stored = weights.read(HEAD, *shape)
     if not torch.equal(stored, table):
         logger.warning("tie_word_embeddings is true but %s differs from the embedding: the stored head is used", HEAD)
-    return Embedding(table), PackedLinear(stored)
+    return Embedding(table), packed(stored)
 
 
-def _load_layer(config: ModelConfig, weights: WeightReader, index: int) -> DecoderLayer:
+def _load_layer(config: ModelConfig, weights: WeightReader, index: int, packed: MakeLinear) -> DecoderLayer:
     prefix = f"model.layers.{index}."
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -61,7 +68,7 @@ def _load_layer(config: ModelConfig, weights: WeightReader, index: int) -> Decod
         bias = None
         if has_bias:
             bias = weights.read_stacked([(f"{prefix}{name}.bias", (rows,)) for name, rows in names.items()])
-        return PackedLinear(weight, bias)
+        return packed(weight, bias)
 
     heads = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
     attention = Attention(

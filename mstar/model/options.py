@@ -18,6 +18,8 @@ class ModelLoadOptions:
     ``page_size`` is in tokens.  ``kv_dtype`` None follows the weights.  ``max_batch_tokens`` is the most prompt
     tokens of a step that is not one long prompt alone.  ``capture_batch_sizes`` empty takes the device's ladder.
     ``keep_blocks`` keeps quantised weights in their blocks where the device computes from them with the same result.
+    ``prefix_cache`` keeps pages of finished requests for prompts that begin alike.  ``deterministic`` fixes every
+    reduction's order, whatever else is in the batch.
     """
 
     max_seq_len: int | None = None
@@ -28,3 +30,5 @@ class ModelLoadOptions:
     max_batch_tokens: int = 2048
     capture_batch_sizes: tuple[int, ...] = ()
     keep_blocks: bool = True
+    prefix_cache: bool = True
+    deterministic: bool = False

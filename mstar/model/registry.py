@@ -13,19 +13,19 @@ from mstar.engine.resources.positions.config import PositionConfig, PositionSpec
 from mstar.engine.resources.sampler.config import SamplerSpec
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.graph import EMIT_TO_CLIENT, EMPTY_DESTINATION, Edge, Loop, Node, Walk
-from mstar.kernels.rope import inverse_frequencies
+from mstar.kernels.rope_frequencies import attention_factor, inverse_frequencies
 from mstar.model.checkpoint import Checkpoint, open_checkpoint
 from mstar.model.config import ModelConfig
 from mstar.model.engine_model import EngineModel
 from mstar.model.loader import EMBEDDING, load_decoder
 from mstar.model.memory import default_kv_bytes
 from mstar.model.options import ModelLoadOptions
-from mstar.model.text_llm import DECODE, LOOPBACK, PREFILL, TextLLM
+from mstar.model.text_llm import DECODE, NODE, PREFILL, TextLLM
+from mstar.model.text_rows import LOOPBACK
 from mstar.model.weights import WeightReader, choose_dtype, open_tensors
 from mstar.utils.errors import LoadError
 
 logger = logging.getLogger(__name__)
-NODE = "LLM"
 
 
 def load_model(name: str, *, device: torch.device, dtype: torch.dtype | None, options: ModelLoadOptions) -> EngineModel:
@@ -46,7 +46,7 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype | None, op
     entry = source.entries.get(EMBEDDING)
     dtype = choose_dtype(dtype, None if entry is None else entry.dtype, device)
     weights = WeightReader(source, dtype, device, options.keep_blocks)
-    decoder = load_decoder(config, weights)
+    decoder = load_decoder(config, weights, deterministic=options.deterministic)
     kv_dtype = options.kv_dtype or dtype
     kv_config = size_kv(config, max_seq_len, kv_dtype, device, options)
     max_rows = options.max_running_requests
@@ -59,7 +59,7 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype | None, op
     return EngineModel(
         name=name,
         submodules={NODE: submodule},
-        resource_specs=resource_specs(config, kv_config),
+        resource_specs=resource_specs(config, kv_config, deterministic=options.deterministic),
         walks=text_walks(max_seq_len),
         walk_order=(PREFILL, DECODE),
         vocab_size=config.vocab_size,
@@ -80,16 +80,17 @@ def text_walks(max_seq_len: int) -> list[Walk]:
     return [Walk(PREFILL, prefill), Walk(DECODE, Loop(decode, max_iters=max_seq_len, stop_signal="decode_loop"))]
 
 
-def resource_specs(config: ModelConfig, kv: PagedKVConfig) -> list[NodeResourceSpec]:
+def resource_specs(config: ModelConfig, kv: PagedKVConfig, *, deterministic: bool = False) -> list[NodeResourceSpec]:
     """The four resources of a text model's node."""
     rope = PositionConfig(
         rotary_dim=config.rotary_dim,
         rope_theta=config.rope_theta,
         rope_scaling=None if config.rope_scaling is None else dict(config.rope_scaling),
     )
+    attention = AttentionConfig(sliding_window=config.sliding_window, deterministic=deterministic)
     return [
         PagedKVSpec("kv_cache", {NODE}, kv),
-        AttentionSpec("attn", {NODE}, AttentionConfig()),
+        AttentionSpec("attn", {NODE}, attention),
         PositionSpec("rope", {NODE}, rope),
         SamplerSpec("sampler", {NODE}, vocab_size=config.vocab_size, enable_repetion_penalty=False),
     ]
@@ -110,6 +111,7 @@ def size_kv(
         num_qo_heads=config.num_heads,
         max_seq_len=max_seq_len,
         page_size=options.page_size,
+        prefix_cache=options.prefix_cache,
     )
     page_bytes = kv.page_bytes(kv_dtype.itemsize)
     useful = kv.max_pages_per_row * options.max_running_requests + NUM_RESERVED_PAGES
@@ -139,5 +141,6 @@ def _check_rope(checkpoint: Checkpoint) -> None:
     config = checkpoint.config
     try:
         inverse_frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
+        attention_factor(config.rope_scaling)
     except ValueError as error:
         raise LoadError(f"{checkpoint.path}: {error}") from None

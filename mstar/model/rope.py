@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mstar.model.config import read_float, read_int
+from mstar.model.config import read_flag, read_float, read_int
 from mstar.utils.errors import LoadError
 
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -15,6 +15,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+ORIGINAL = "original_max_position_embeddings"
 YARN_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
@@ -22,7 +23,8 @@ def parse_rope_scaling(raw: Mapping[str, Any] | None, max_positions: int, file: 
     """Rotary scaling in one form: ``rope_type`` and the numbers of that type.
 
     Both spellings of the type (``rope_type``, ``type``) are read.  ``original_max_position_embeddings`` is filled in
-    with ``max_positions`` where the type needs it and the file leaves it out.
+    with ``max_positions`` where the type needs it and the file leaves it out; dynamic scaling always counts from
+    there, as transformers has it.
 
     Returns:
         None for plain rotary positions.
@@ -35,17 +37,17 @@ def parse_rope_scaling(raw: Mapping[str, Any] | None, max_positions: int, file: 
     kind = raw.get("rope_type", raw.get("type", "default"))
     if kind in (None, "default"):
         return None
-    if kind not in REQUIRED:
+    if not isinstance(kind, str) or kind not in REQUIRED:
         raise LoadError(f"{file}: rope_type {kind!r} is unknown; known: default, {', '.join(REQUIRED)}")
     scaling: dict[str, Any] = {"rope_type": kind}
     scaling |= {key: read_float(raw, key, file) for key in REQUIRED[kind]}
-    if kind != "linear":
-        key = "original_max_position_embeddings"
-        scaling[key] = read_int(raw, key, file, None if kind == "llama3" else max_positions)
+    if kind == "dynamic":
+        scaling[ORIGINAL] = max_positions
+    elif kind != "linear":
+        scaling[ORIGINAL] = read_int(raw, ORIGINAL, file, max_positions)
     if kind == "yarn":
         scaling |= {key: read_float(raw, key, file) for key in YARN_OPTIONAL if raw.get(key)}
-        if raw.get("truncate") is not None:
-            scaling["truncate"] = bool(raw["truncate"])
+        scaling["truncate"] = read_flag(raw, "truncate", file, True)
     return scaling
 
 
@@ -59,7 +61,7 @@ def context_length(max_positions: int, scaling: Mapping[str, Any] | None) -> int
         return max_positions
     base = max_positions
     if scaling["rope_type"] == "yarn":
-        base = scaling["original_max_position_embeddings"]
+        base = scaling[ORIGINAL]
     return int(base * scaling["factor"])
 
 
@@ -84,5 +86,5 @@ def llama3_scaling_of(factors: Sequence[float], theta: float, rotary_dim: int) -
         "factor": factor,
         "low_freq_factor": low,
         "high_freq_factor": high,
-        "original_max_position_embeddings": trained,
+        ORIGINAL: trained,
     }

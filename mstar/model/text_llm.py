@@ -13,46 +13,57 @@ from mstar.engine.outputs import BatchedModelOutput
 from mstar.engine.resources.attention.config import AttentionStep
 from mstar.engine.resources.kv.config import KVStep
 from mstar.engine.resources.positions.config import PositionStep
-from mstar.engine.resources.sampler.config import SamplerStep
-from mstar.engine.resources.step import Segment, SlotLease, SubmoduleStep
+from mstar.engine.resources.sampler.config import SamplerStep, narrow_to_final
+from mstar.engine.resources.step import MAIN_LABEL, Segment, SlotLease, SubmoduleStep
 from mstar.engine.submodule import ARNodeSubmodule
 from mstar.model.captures import text_graph_configs
 from mstar.model.decoder import Decoder
+from mstar.model.text_rows import LOOPBACK, collate, decode_row, prompt_row, split_row
+from mstar.utils import knobs
 
-LABEL = "main"
-PREFILL, DECODE = "prefill", "decode"
-LOOPBACK = "text_inputs"  # the input through which a sampled token comes back
+NODE = "LLM"
+PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
+NEW_TOKEN, FAULT = "new_token", "fault"
 
 
 class TextLLM(ARNodeSubmodule):
     """Embedding, decoder, head and sampler in one step.
 
-    Walk ``prefill`` takes a request's prompt, ``decode`` the token that its sampler drew last, which stays on the
-    device.  Outputs per row: ``new_token`` int64, and ``fault``: its logits were not finite.
+    Walk ``prefill`` takes a request's prompt, ``decode`` the token that its sampler drew last, ``mixed`` rows of
+    both, those of ``decode`` first.  Drawn tokens stay on the device: with ``MSTAR_DEVICE_LOOPBACK`` (read here, once)
+    in the sampler, else as a tensor per row.  Outputs per row: ``new_token`` int64, and ``fault``: its logits were
+    not finite.
     """
-
-    reads_device_loopback = True
 
     def __init__(self, decoder: Decoder, *, max_rows: int, max_tokens: int, decode_sizes: tuple[int, ...] = ()) -> None:
         """``max_rows`` and ``max_tokens`` bound the captured steps; ``decode_sizes`` as in ``text_graph_configs``."""
         super().__init__()
         self.decoder = decoder
+        self.reads_device_loopback = knobs.device_loopback_enabled()
         self._shapes = (max_rows, max_tokens, decode_sizes)
-        self._decode_row = ARNodeInputs(input_seq_len=1, walk=DECODE)
+        self._decode_row = decode_row(DECODE)
+
+    def get_combined_graph_walks(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        return {NODE: {MIXED: (DECODE, PREFILL)}}
 
     def device_loopback_signals(self, graph_walk: str) -> frozenset[str]:
         return frozenset({LOOPBACK}) if graph_walk == DECODE else frozenset()
+
+    def loopback_outputs(self) -> dict[str, str]:
+        return {LOOPBACK: NEW_TOKEN}
 
     def prepare_inputs(self, graph_walk: str, info: RequestInfo) -> NodeInputs | None:
         if graph_walk == DECODE:
             return self._decode_row
         assert info.prompt_ids is not None
-        ids = torch.as_tensor(info.prompt_ids, dtype=torch.int64)
-        length = ids.numel()
-        return ARNodeInputs(input_ids=ids, input_seq_len=length, walk=graph_walk, chunk_total=length)
+        return prompt_row(info.prompt_ids, graph_walk)
 
     def uniform_row_inputs(self, graph_walk: str) -> NodeInputs | None:
-        return self._decode_row if graph_walk == DECODE else None
+        return self._decode_row if self.reads_device_loopback and graph_walk == DECODE else None
+
+    def split_inputs(self, inputs: NodeInputs, num_tokens: int) -> tuple[NodeInputs, NodeInputs]:
+        assert isinstance(inputs, ARNodeInputs)
+        return split_row(inputs, num_tokens)
 
     def max_batch_size(self, graph_walk: str) -> int | None:
         return self._shapes[0]
@@ -66,23 +77,23 @@ class TextLLM(ARNodeSubmodule):
         piecewise_leases: Mapping[str, SlotLease] | None = None,
     ) -> SubmoduleStep | None:
         segments = tuple(
-            Segment(request_id, LABEL, row.input_seq_len) for request_id, row in zip(request_ids, inputs, strict=True)
+            [Segment(i, MAIN_LABEL, row.input_seq_len) for i, row in zip(request_ids, inputs, strict=True)]
         )
         steps = {
             "kv_cache": KVStep(),
             "attn": AttentionStep(causal=True),
             "rope": PositionStep(),
-            "sampler": SamplerStep(),
+            "sampler": narrow_to_final(SamplerStep(), request_ids, inputs),
         }
         return SubmoduleStep(steps=steps, segments=segments)
 
     def preprocess(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, inputs: Sequence[NodeInputs]
     ) -> dict[str, torch.Tensor]:
-        if graph_walk == DECODE:
-            return {"input_ids": engine_inputs.resources["sampler"].loopback_tokens()}
-        rows = [row.input_ids for row in inputs if isinstance(row, ARNodeInputs) and row.input_ids is not None]
-        return {"input_ids": torch.cat(rows).to(self.decoder.device, non_blocking=True)}
+        last_tokens = engine_inputs.resources["sampler"].loopback_tokens if self.reads_device_loopback else None
+        if graph_walk == DECODE and last_tokens is not None:
+            return {"input_ids": last_tokens()}
+        return {"input_ids": collate(inputs, last_tokens, self.decoder.device)}
 
     def forward_batched(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, **tensors: Any
@@ -91,7 +102,7 @@ class TextLLM(ARNodeSubmodule):
         sampler = resources["sampler"]
         logits = self.decoder(tensors["input_ids"], resources["attn"], resources["rope"])
         tokens = sampler.sample(logits)
-        return BatchedModelOutput(check_stop_buffers={"new_token": tokens, "fault": sampler.faults()})
+        return BatchedModelOutput(check_stop_buffers={NEW_TOKEN: tokens, FAULT: sampler.faults()})
 
     def get_accelerator_graph_configs(self, device: torch.device) -> list[AcceleratorGraphConfig]:
         max_rows, max_tokens, decode_sizes = self._shapes

@@ -44,6 +44,8 @@ class Slot(IntEnum):
     FINISHED_CANCELLED = 15
     FAILED = 16
     REFUSED = 17
+    DISCARDED_TOKENS = 18
+    CACHED_PROMPT_TOKENS = 19
 
 
 class Board:

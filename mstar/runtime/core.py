@@ -47,6 +47,8 @@ class EngineCore:
                 max_batch_tokens=options.max_batch_tokens,
                 capture_batch_sizes=options.capture_batch_sizes,
                 keep_blocks=options.quantised_weights == "auto",
+                prefix_cache=options.prefix_cache,
+                deterministic=options.deterministic,
             ),
         )
         self.engine = Engine(
@@ -68,13 +70,15 @@ class EngineCore:
                 max_batch_tokens=options.max_batch_tokens,
                 max_seq_len=self.model.max_seq_len,
                 vocab_size=self.model.vocab_size,
+                run_ahead=_run_ahead(options.run_ahead, device),
+                mixed_steps=options.mixed_steps,
             ),
         )
         self.info = Welcome(
             model=self.model.name,
             vocab_size=self.model.vocab_size,
             max_seq_len=self.model.max_seq_len,
-            max_running_requests=options.max_running_requests,
+            max_running_requests=self.conductor.max_running_requests,
             max_queued_requests=options.max_queued_requests,
             max_queued_tokens=options.max_queued_tokens,
             num_parameters=self.model.num_parameters,
@@ -118,6 +122,11 @@ def _device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise LoadError(f"option device: auto, cpu or cuda:N, got {name!r}")
     return device
+
+
+def _run_ahead(choice: str, device: torch.device) -> bool:
+    """A CPU computes on the cores that the host's work needs: there, nothing would run beside it."""
+    return device.type != "cpu" if choice == "auto" else choice == "on"
 
 
 def _dtype(name: str) -> torch.dtype | None:

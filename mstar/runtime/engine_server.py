@@ -6,7 +6,6 @@ import logging
 import select
 import time
 
-import numpy as np
 import zmq
 
 from mstar.conductor.request import FinishReason
@@ -14,7 +13,8 @@ from mstar.runtime import messages
 from mstar.runtime.board import Board, EngineState, Slot
 from mstar.runtime.core import EngineCore
 from mstar.runtime.fronts import Front, Fronts
-from mstar.runtime.messages import Beat, Bye, Cancel, Failed, Finish, Hello, StepTokens, Submit
+from mstar.runtime.messages import Beat, Bye, Cancel, Failed, Finish, Hello, Submit
+from mstar.runtime.outgoing import by_client
 from mstar.runtime.presence import EngineFolder
 from mstar.runtime.processes import ExitWatch
 from mstar.runtime.watchdog import Watchdog
@@ -83,26 +83,18 @@ class EngineServer:
         self._watchdog.step_begins()
         report = self._core.step()
         self._watchdog.step_ends()
-        if report.request_ids.size:
-            self._send_rows(report.clients, report.tickets, report.tokens, report.finish)
+        for client, ended, message in by_client(report):
+            front = self._fronts.by_number(client)
+            if front is not None:
+                for ticket in ended:
+                    front.tickets.pop(ticket, None)
+                self._send(front, message)
         for failure in report.failures:
             self._send_failure(failure.client, failure.ticket, failure.code, failure.message)
         if report.num_stepped == 0 and not report.failures and not report.request_ids.size:
             time.sleep(0.001)  # every row is held back: the cores are for those who will free something
 
     # Messages out.
-
-    def _send_rows(self, clients: np.ndarray, tickets: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> None:
-        numbers = np.unique(clients)
-        for number in numbers.tolist():
-            front = self._fronts.by_number(number)
-            if front is None:
-                continue
-            mine = slice(None) if numbers.size == 1 else clients == number
-            ended = finish[mine] != FinishReason.RUNNING
-            for ticket in tickets[mine][ended].tolist():
-                front.tickets.pop(ticket, None)
-            self._send(front, StepTokens(tickets[mine].tobytes(), tokens[mine].tobytes(), finish[mine].tobytes()))
 
     def _send_failure(self, number: int, ticket: int, code: ErrorCode, message: str) -> None:
         front = self._fronts.by_number(number)
@@ -233,6 +225,8 @@ class EngineServer:
         board[Slot.PROMPT_TOKENS] = counters.prompt_tokens
         board[Slot.GENERATED_TOKENS] = counters.generated_tokens
         board[Slot.OVERSHOOT_TOKENS] = counters.overshoot_tokens
+        board[Slot.DISCARDED_TOKENS] = counters.discarded_tokens
+        board[Slot.CACHED_PROMPT_TOKENS] = counters.cached_prompt_tokens
         board[Slot.ROW_FAULTS] = counters.row_faults
         board[Slot.FINISHED_STOP] = counters.finished[FinishReason.STOP]
         board[Slot.FINISHED_LENGTH] = counters.finished[FinishReason.LENGTH]

@@ -99,6 +99,32 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         doc="Prompt tokens that one step takes; a longer prompt has a step of its own.",
     ),
     Field(
+        name="mixed_steps",
+        kind="bool",
+        default=True,
+        doc="Run prompts in the same step as rows that generate, instead of in steps of their own.",
+    ),
+    Field(
+        name="run_ahead",
+        kind="str",
+        default="auto",
+        choices=("auto", "on", "off"),
+        doc="Launch a step before the tokens of the one before reach the host; same tokens either way. auto is on "
+        "where the device runs beside the host (a GPU).",
+    ),
+    Field(
+        name="prefix_cache",
+        kind="bool",
+        default=True,
+        doc="Keep the KV pages of finished requests and reuse them for prompts that begin alike.",
+    ),
+    Field(
+        name="deterministic",
+        kind="bool",
+        default=False,
+        doc="Make tokens equal bit for bit whatever else runs; slower (docs/performance.md).",
+    ),
+    Field(
         name="capture_batch_sizes",
         kind="ints",
         default=(),
@@ -223,6 +249,10 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     max_queued_tokens: int = 0
     max_batch_tokens: int = 2048
+    mixed_steps: bool = True
+    run_ahead: str = "auto"
+    prefix_cache: bool = True
+    deterministic: bool = False
     capture_batch_sizes: tuple[int, ...] = ()
     num_threads: int = 0
     step_timeout_s: float = 60.0

@@ -30,14 +30,19 @@ KNOBS: dict[str, Knob] = {
     for knob in (
         Knob("MSTAR_DEVICE_LOOPBACK", "bool", True, "keep each row's last sampled token on the device"),
         Knob("MSTAR_INGRAPH_DECODE_ROPE", "bool", False, "build rotary tables inside a captured decode step"),
+        Knob("MSTAR_KV_ADMISSION_FIT", "str", None, "overrides the admission fit", choices=("sum", "peak", "none")),
+        Knob("MSTAR_KV_ADMISSION_ORDER", "str", None, "overrides the admission order", choices=("fifo", "backfill")),
+        Knob("MSTAR_KV_BACKFILL_WINDOW", "int", None, "waiting requests that backfill looks at", low=1),
         Knob("MSTAR_KV_CHAIN_LAZY_STEPS", "int", 16, "decode steps batched before prefix chains are extended", low=1),
         Knob("MSTAR_KV_PINNED_INDPTRS", "bool", False, "send FlashInfer's index arrays through a page-locked ring"),
         Knob("MSTAR_KV_PLAN_CACHE", "int", 0, "0 off, 1 incremental decode plan, 2 both, logging differences", 0, 2),
         Knob("MSTAR_SAMPLER_INGRAPH_SCATTER", "bool", False, "gather and scatter sampler state inside the graph"),
         Knob("MSTAR_SAMPLER_SLOTS", "int", 4096, "sampler master rows when the in-graph scatter is on", low=1),
         Knob("MSTAR_GRAPH_COMPILE_MODE", "str", None, "overrides the compile mode of every graph config"),
+        Knob("MSTAR_GRAPH_STRICT", "bool", False, "hold CPU replays to what a real graph would have frozen (tests)"),
         Knob("MSTAR_REQUIRE_ACCELERATOR_GRAPHS", "bool", False, "a bucket that cannot be captured fails start-up"),
         Knob("MSTAR_NUM_SLOTS", "int", 2, "slots of double-buffered nodes", low=1),
+        Knob("MSTAR_PRE_PLAN_SPEC", "bool", False, "plan the next step on a thread of its own"),
         Knob("MSTAR_KV_DEBUG_ASSERTS", "bool", False, "check page conservation at every commit"),
         Knob("MSTAR_PYTHON", "str", None, "interpreter that runs the engine process"),
         Knob(
@@ -98,6 +103,22 @@ def ingraph_decode_rope() -> bool:
     return read_bool("MSTAR_INGRAPH_DECODE_ROPE")
 
 
+def kv_admission_fit() -> str | None:
+    """MSTAR_KV_ADMISSION_FIT (default unset): "sum", "peak" or "none" instead of the cache's own admission fit."""
+    return read_str("MSTAR_KV_ADMISSION_FIT")
+
+
+def kv_admission_order() -> str | None:
+    """MSTAR_KV_ADMISSION_ORDER (default unset): "fifo" or "backfill" instead of the cache's own admission order."""
+    return read_str("MSTAR_KV_ADMISSION_ORDER")
+
+
+def kv_backfill_window() -> int | None:
+    """MSTAR_KV_BACKFILL_WINDOW (default unset, at least 1): how many waiting requests backfill looks at, instead of
+    the cache's own number."""
+    return read_int("MSTAR_KV_BACKFILL_WINDOW") if os.environ.get("MSTAR_KV_BACKFILL_WINDOW") else None
+
+
 def kv_chain_lazy_steps() -> int:
     """MSTAR_KV_CHAIN_LAZY_STEPS (default 16, at least 1): decode steps of sampled tokens that are batched before
     the requests' prefix chains are extended; 1 extends every step."""
@@ -134,6 +155,12 @@ def graph_compile_mode() -> str | None:
     return read_str("MSTAR_GRAPH_COMPILE_MODE")
 
 
+def graph_strict() -> bool:
+    """MSTAR_GRAPH_STRICT (default 0): on the CPU, a captured forward that reads a tensor on the host, or whose replay
+    differs from its capture, raises; slow, for tests."""
+    return read_bool("MSTAR_GRAPH_STRICT")
+
+
 def require_accelerator_graphs() -> bool:
     """MSTAR_REQUIRE_ACCELERATOR_GRAPHS (default 0): a bucket that cannot be captured fails start-up."""
     return read_bool("MSTAR_REQUIRE_ACCELERATOR_GRAPHS")
@@ -142,6 +169,11 @@ def require_accelerator_graphs() -> bool:
 def num_slots() -> int:
     """MSTAR_NUM_SLOTS (default 2): slots of double-buffered nodes."""
     return read_int("MSTAR_NUM_SLOTS")
+
+
+def pre_plan_spec() -> bool:
+    """MSTAR_PRE_PLAN_SPEC (default 0): the engine plans a step ahead on a thread of its own instead of inline."""
+    return read_bool("MSTAR_PRE_PLAN_SPEC")
 
 
 def kv_debug_asserts() -> bool:

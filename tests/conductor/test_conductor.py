@@ -1,6 +1,7 @@
 """Requests through the conductor, over the real engine and KV cache."""
 
 import contextlib
+import itertools
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar.conductor.request import EngineRequest, FinishReason
+from mstar.engine.resources.step import ADMITTED, AdmitOutcome, AllocationFailed
 from mstar.utils.errors import ErrorCode, InvalidArgument, Unavailable
 
 from .toy import BAD_INPUT, EOS, FAULT, OTHER_EOS, RAISES, VOCAB, Bench
@@ -202,8 +204,8 @@ def test_an_unchanged_set_of_rows_is_the_same_batch_object():
     bench.submit([5], 5)
     bench.step()
     seen = []
-    exec_step = bench.engine.exec
-    bench.engine.exec = lambda batch: (seen.append(batch), exec_step(batch))[1]
+    launch = bench.engine.launch
+    bench.engine.launch = lambda batch: (seen.append(batch), launch(batch))[1]
     bench.step()
     bench.step()
     bench.submit([6], 5)
@@ -234,14 +236,14 @@ def test_a_row_whose_inputs_break_fails_alone():
     bench.assert_idle()
 
 
-def test_a_forward_that_raises_fails_its_rows_and_the_engine_goes_on():
+def test_a_forward_that_raises_fails_the_row_it_raises_for_and_the_engine_goes_on():
     bench = Bench()
     bad, beside = bench.submit([5, RAISES], 5), bench.submit([5, 6], 5)
     bench.run()
     later = bench.submit([7], 2)
     bench.run()
-    for rid in (bad, beside):
-        assert "the forward broke" in bench.outcomes[rid].failures[0].message
+    assert "the forward broke" in bench.outcomes[bad].failures[0].message
+    assert bench.outcomes[beside].tokens == [5, 6, 5, 6, 5]
     assert bench.outcomes[later].tokens == [7, 7]
     bench.assert_idle()
 
@@ -297,9 +299,9 @@ def test_reports_name_requests_by_client_and_ticket():
     assert (report.tokens.dtype, report.finish.dtype) == (np.int32, np.uint8)
 
 
-def test_without_reservations_the_oldest_go_on_and_everybody_ends(monkeypatch):
-    bench = Bench(pages=8, page_size=4, context=64, rows=8)
-    monkeypatch.setattr(bench.conductor.pools, "fits_now", lambda tokens: True)
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_without_reservations_the_oldest_go_on_and_everybody_ends(run_ahead):
+    bench = Bench(pages=8, page_size=4, context=64, rows=8, admission_fit="none", run_ahead=run_ahead)
     ids = [bench.submit([5] * 4, 28) for _ in range(6)]  # eight pages each in the end, eight in all
     bench.run()
     assert bench.conductor.counters.refused_admissions > 0
@@ -312,15 +314,15 @@ def test_without_reservations_the_oldest_go_on_and_everybody_ends(monkeypatch):
     bench.assert_idle()
 
 
-def test_a_lone_request_that_exhausts_the_cache_ends_with_length(monkeypatch):
-    bench = Bench(pages=2, page_size=4, context=64)
-    monkeypatch.setattr(bench.conductor.pools, "check_can_ever_fit", lambda prompt, limit: None)
-    monkeypatch.setattr(bench.conductor.pools, "fits_now", lambda tokens: True)
-    monkeypatch.setattr(bench.kv, "can_ever_fit", lambda tokens: True)
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_lone_request_that_exhausts_the_cache_ends_with_length(run_ahead):
+    bench = Bench(run_ahead=run_ahead)
+    full = AdmitOutcome(ok=False, reason=AllocationFailed("no page is free"))
+    bench.mood.moods = itertools.chain([ADMITTED] * 5, itertools.repeat(full))
     rid = bench.submit([5] * 4, 30)
     bench.run()
     assert bench.outcomes[rid].finishes == [LENGTH]
-    assert len(bench.outcomes[rid].tokens) == 5  # the last one needs no page of its own
+    assert len(bench.outcomes[rid].tokens) == 5
     bench.assert_idle()
 
 

@@ -42,6 +42,24 @@ def test_rounds_are_counted_at_the_end_of_a_body_of_several_nodes():
 
 
 @pytest.mark.parametrize(
+    ("body", "order", "repeats"),
+    [
+        (Node("a"), ("w",), [True]),
+        (Node("a"), ("w", "after"), [False]),  # it is not done when the loop is
+        (Sequential(Node("a"), Node("b")), ("w",), [False, False]),
+    ],
+)
+def test_a_state_that_repeats_until_the_end_is_told_apart_and_ends_as_any_other(body, order, repeats):
+    walks = compile_walks([Walk("w", Loop(body, 3, "stop")), Walk("after", Node("c"))])
+    transitions = Transitions(walks, chain(*order))
+    assert [transitions.repeats(state) for state in range(len(repeats))] == repeats
+    assert not transitions.repeats(len(repeats))
+    if repeats == [True]:
+        after = transitions.advance(np.zeros(5, np.int64), np.arange(5))
+        assert np.array_equal(after[0] == DONE, transitions.is_done(0, np.arange(5) + 1))
+
+
+@pytest.mark.parametrize(
     ("walk", "order", "message"),
     [
         (Walk("w", Node("a")), chain("v"), "unknown walk 'v'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,8 +15,10 @@ from mstar.conductor.request import EngineRequest
 from mstar.engine.engine import Engine
 from mstar.engine.inputs import ARNodeInputs
 from mstar.engine.outputs import BatchedModelOutput
+from mstar.engine.resources.base import Resource
 from mstar.engine.resources.kv.config import KVStep, PagedKVConfig, PagedKVSpec
-from mstar.engine.resources.step import Segment, SubmoduleStep
+from mstar.engine.resources.spec import NodeResourceSpec
+from mstar.engine.resources.step import ADMITTED, AdmitOutcome, ResourceStep, Segment, SubmoduleStep
 from mstar.engine.submodule import ARNodeSubmodule
 from mstar.graph import Edge, Loop, Node, Walk
 
@@ -23,16 +26,38 @@ VOCAB, EOS, OTHER_EOS, FAULT, RAISES, BAD_INPUT = 100, 0, 2, 90, 91, 92
 NODE = "LLM"
 
 
+class Mood(Resource):
+    """Answers admissions as ``moods`` say, then lets everything pass."""
+
+    def __init__(self) -> None:
+        self.moods: Iterator[AdmitOutcome] = iter(())
+
+    @classmethod
+    def build(cls, spec, info):
+        return cls()
+
+    def admit(self, step, ctx):
+        return next(self.moods, ADMITTED)
+
+
+class MoodSpec(NodeResourceSpec):
+    @property
+    def resource_class(self):
+        return Mood
+
+
 class Echo(ARNodeSubmodule):
     """Generates the prompt again and again, from its first token on.
 
-    A prompt token ``FAULT`` spoils that row's logits, ``RAISES`` breaks the step, ``BAD_INPUT`` first breaks the row.
+    A prompt token ``FAULT`` spoils that row's logits, ``RAISES`` breaks every step that would draw it, ``BAD_INPUT``
+    first breaks the row.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[int, int] = {}
         self.steps: list[tuple[str, tuple[int, ...]]] = []
+        self.spans: list[tuple[int, ...]] = []
         self.prompts: dict[int, np.ndarray] = {}
         self.largest_batch: int | None = None
 
@@ -40,27 +65,35 @@ class Echo(ARNodeSubmodule):
         if info.prompt_ids[0] == BAD_INPUT:
             raise ValueError("no such input")
         self.prompts[info.request_id] = info.prompt_ids
-        return ARNodeInputs(input_seq_len=len(info.prompt_ids) if graph_walk == "prefill" else 1, walk=graph_walk)
+        length = len(info.prompt_ids) if graph_walk == "prefill" else 1
+        return ARNodeInputs(input_ids=info.prompt_ids[:length], input_seq_len=length, walk=graph_walk)
+
+    def split_inputs(self, inputs, num_tokens):
+        first, rest = inputs.input_ids[:num_tokens], inputs.input_ids[num_tokens:]
+        return tuple(ARNodeInputs(input_ids=ids, input_seq_len=len(ids), walk=inputs.walk) for ids in (first, rest))
 
     def max_batch_size(self, graph_walk):
         return self.largest_batch
 
     def declare_step(self, graph_walk, request_ids, inputs, slot_lease=None, piecewise_leases=None):
         segments = tuple(Segment(rid, "main", row.input_seq_len) for rid, row in zip(request_ids, inputs, strict=True))
-        return SubmoduleStep({"kv_cache": KVStep()}, segments)
+        return SubmoduleStep({"kv_cache": KVStep(), "mood": ResourceStep()}, segments)
+
+    def get_combined_graph_walks(self):
+        return {NODE: {"mixed": ("decode", "prefill")}}
 
     def preprocess(self, graph_walk, engine_inputs, inputs):
         return {"ids": torch.tensor(engine_inputs.request_ids)}
 
     def forward_batched(self, graph_walk, engine_inputs, *, ids):
-        self.steps.append((graph_walk, tuple(ids.tolist())))
-        tokens = []
-        for rid in ids.tolist():
-            count = self.counts.get(rid, 0)
-            tokens.append(int(self.prompts[rid][count % len(self.prompts[rid])]))
-            self.counts[rid] = count + 1
+        counts = [self.counts.get(rid, 0) for rid in ids.tolist()]
+        prompts = [self.prompts[rid] for rid in ids.tolist()]
+        tokens = [int(prompt[count % len(prompt)]) for prompt, count in zip(prompts, counts, strict=True)]
         if RAISES in tokens:
             raise RuntimeError("the forward broke")
+        self.steps.append((graph_walk, tuple(ids.tolist())))
+        self.spans.append(tuple(engine_inputs.ctx.spans.tolist()))
+        self.counts.update(zip(ids.tolist(), [count + 1 for count in counts], strict=True))
         new_token = torch.tensor(tokens)
         return BatchedModelOutput(check_stop_buffers={"new_token": new_token, "fault": new_token == FAULT})
 
@@ -72,7 +105,7 @@ class Echo(ARNodeSubmodule):
 @dataclass
 class EchoModel:
     walks: list[Walk]
-    resource_specs: list[PagedKVSpec]
+    resource_specs: list[NodeResourceSpec]
     eos_ids: frozenset[int] = frozenset({EOS, OTHER_EOS})
 
     def next_walk(self, finished: str | None) -> str | None:
@@ -106,13 +139,22 @@ class Bench:
         queued_tokens=0,
         batch_tokens=256,
         largest_batch=None,
+        run_ahead=False,
+        mixed=False,
+        **kv_fields,
     ):
         kv = PagedKVConfig(
-            num_layers=1, num_kv_heads=1, head_dim=1, max_seq_len=context, max_num_pages=pages + 1, page_size=page_size
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            max_seq_len=context,
+            max_num_pages=pages + 1,
+            page_size=page_size,
+            **kv_fields,
         )
         self.echo = Echo()
         self.echo.largest_batch = largest_batch
-        specs = [PagedKVSpec("kv_cache", {NODE}, kv)]
+        specs = [PagedKVSpec("kv_cache", {NODE}, kv), MoodSpec("mood", {NODE})]
         self.engine = Engine(
             {NODE: self.echo}, specs, device="cpu", dtype=torch.float32, kv_dtype=torch.float32, capacity=rows
         )
@@ -125,9 +167,12 @@ class Bench:
             max_batch_tokens=batch_tokens,
             max_seq_len=context,
             vocab_size=VOCAB,
+            run_ahead=run_ahead,
+            mixed_steps=mixed,
         )
         self.conductor = Conductor(self.engine, EchoModel(walks, specs), limits)
         self.kv = self.engine.resources["kv_cache"]
+        self.mood = self.engine.resources["mood"]
         self.outcomes: dict[int, Outcome] = {}
 
     def submit(self, prompt, max_tokens=4, **fields) -> int:

@@ -15,6 +15,7 @@ from mstar.engine.accelerator_graph_config import (
     AcceleratorGraphConfigType,
     BatchedAcceleratorGraphConfig,
     PackedAcceleratorGraphConfig,
+    PiecewiseAcceleratorGraphConfig,
     PiecewiseBatchedConfig,
     PiecewiseCallInputs,
     PiecewiseCaptureShape,
@@ -123,56 +124,57 @@ def test_batch_sizes_below_1_are_refused(make, sizes):
 # Signatures
 
 
+BASE = (
+    "replay_graph_walks=None, additional_key_info=None, compile=True, {mode}capture_batch_sizes=None, "
+    "capture_forward_method='forward_batched', caps_eager_batch_size=True"
+)
+CONCRETE = f"{BASE.format(mode='')}, total_tokens_multiplier=1, compile_mode=None, input_seq_dims=None"
+REGION = (
+    "*, capture_fn, make_static_inputs, declare_step=None, lease_before_step=False, can_lease=None, "
+    "forward_kwargs=<factory>, capture_batch_sizes=None, compile=False, compile_mode=None"
+)
+
+
 @pytest.mark.parametrize(
-    ("cls", "names"),
+    ("published", "parameters"),
     [
+        (check_compile_mode, "mode"),
+        (distribute_tokens, "total_tokens, bs"),
+        (decode_rows_then_prompt, "total_tokens, bs"),
         (
             AcceleratorGraphConfig,
-            "capture_graph_walk replay_graph_walks additional_key_info compile compile_mode capture_batch_sizes "
-            "capture_forward_method caps_eager_batch_size input_seq_dims",
+            f"capture_graph_walk, {BASE.format(mode='compile_mode=None, ')}, input_seq_dims=None",
         ),
-        (
-            BatchedAcceleratorGraphConfig,
-            "capture_graph_walk single_request_inputs replay_graph_walks additional_key_info compile "
-            "capture_batch_sizes capture_forward_method caps_eager_batch_size total_tokens_multiplier compile_mode "
-            "input_seq_dims",
-        ),
+        (BatchedAcceleratorGraphConfig, f"capture_graph_walk, single_request_inputs, {CONCRETE}"),
         (
             PackedAcceleratorGraphConfig,
-            "capture_graph_walk capture_token_lengths make_node_input replay_graph_walks additional_key_info compile "
-            "capture_batch_sizes capture_forward_method caps_eager_batch_size total_tokens_multiplier compile_mode "
-            "input_seq_dims token_layout",
+            f"capture_graph_walk, capture_token_lengths, make_node_input, {CONCRETE}, token_layout=None",
         ),
-        (PiecewiseCaptureShape, "bs seq_lens total_tokens"),
-        (PiecewiseCallInputs, "static_inputs engine_inputs kwargs"),
+        (PiecewiseAcceleratorGraphConfig, REGION),
+        (PiecewiseBatchedConfig, f"{REGION}, seq_len"),
+        (PiecewisePackedConfig, f"{REGION}, total_tokens"),
+        (PiecewiseCaptureShape, "bs, seq_lens, total_tokens"),
+        (PiecewiseCallInputs, "static_inputs, engine_inputs, kwargs=<factory>"),
     ],
 )
-def test_parameters_are_in_the_published_order(cls, names):
-    assert list(inspect.signature(cls).parameters) == names.split()
+def test_parameters_and_defaults_are_as_published(published, parameters):
+    signature = inspect.signature(published)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    stripped = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+    assert str(stripped) == f"({parameters})"
 
 
-@pytest.mark.parametrize(
-    ("cls", "last"), [(PiecewiseBatchedConfig, "seq_len"), (PiecewisePackedConfig, "total_tokens")]
-)
-def test_piecewise_configs_take_keywords_only(cls, last):
-    parameters = inspect.signature(cls).parameters
-    assert list(parameters) == [
-        *("capture_fn", "make_static_inputs", "declare_step", "lease_before_step", "can_lease", "forward_kwargs"),
-        *("capture_batch_sizes", "compile", "compile_mode", last),
+def test_enumerations_are_as_published():
+    assert [(m.name, m.value) for m in AcceleratorGraphConfigType] == [
+        ("BASIC_BATCHED", "basic_batched"),
+        ("FLASH_INFER_PACKED", "flash_infer_packed"),
     ]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
+    assert [(m.name, m.value) for m in PiecewiseConfigType] == [("BATCHED", "batched"), ("PACKED", "packed")]
 
 
-def test_defaults():
-    config = batched()
-    assert (config.replay_graph_walks, config.additional_key_info, config.compile, config.compile_mode) == (
-        *(None, None),
-        *(True, None),
-    )
-    assert (config.capture_batch_sizes, config.capture_forward_method) == (None, "forward_batched")
-    assert (config.caps_eager_batch_size, config.input_seq_dims, config.total_tokens_multiplier) == (True, None, 1)
+def test_walks_are_kept_as_they_were_given():
     assert batched(replay_graph_walks=[]).replay_graph_walks == []
-    assert not region(seq_len=1).compile
+    assert batched().replay_graph_walks is None
 
 
 def test_declaring_imports_no_kernels():

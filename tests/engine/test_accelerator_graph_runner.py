@@ -8,21 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar.engine.accelerator_graph_backend import CpuGraphBackend, EagerBackend
-from mstar.engine.accelerator_graph_config import BatchedAcceleratorGraphConfig, PackedAcceleratorGraphConfig
+from mstar.engine.accelerator_graph_config import BatchedAcceleratorGraphConfig
 from mstar.engine.batch import Batch
 from mstar.engine.inputs import ARNodeInputs
-from mstar.engine.resources.step import BucketKey, SlotLease
+from mstar.engine.resources.step import BucketKey
 
-from .toy import ToyOptions, expected, generate, make_engine, request
+from .toy import ToyOptions, ToySubmodule, expected, generate, make_engine, request
 
 
 def runner_of(engine):
     return engine._nodes["LLM"].runner
-
-
-def make_runner(**options):
-    engine, _, _ = make_engine(ToyOptions(**options))
-    return runner_of(engine)
 
 
 def padding_calls(toy):
@@ -31,105 +26,64 @@ def padding_calls(toy):
 
 # Choice
 
-PACKED = {"prefill_sizes": (1, 2, 4), "prefill_tokens": (64, 256)}
 
-
-@pytest.mark.parametrize(("bs", "chosen"), [(1, 1), (2, 2), (3, 4), (8, 8), (9, None)])
-def test_decode_takes_the_tightest_batch_size(bs, chosen):
-    runner = make_runner()
-    bucket = runner.select_bucket("decode", bs, bs)
-    assert bucket == (chosen and BucketKey("decode", chosen, chosen))
-    assert runner.select_batched_bucket("decode", bs) == bucket
-
-
-@pytest.mark.parametrize(
-    ("bs", "tokens", "chosen"), [(3, 100, (4, 256)), (2, 64, (2, 64)), (2, 65, (2, 256)), (1, 300, None)]
-)
-def test_prefill_takes_the_tightest_tokens_then_rows(bs, tokens, chosen):
-    bucket = make_runner(**PACKED).select_bucket("prefill", bs, tokens)
-    assert bucket == (chosen and BucketKey("prefill", *chosen))
-
-
-def test_packed_buckets_are_not_found_from_a_batch_size_alone():
-    assert make_runner().select_batched_bucket("prefill", 1) is None
-
-
-@pytest.mark.parametrize(("bs", "tokens", "equal"), [(2, 3, False), (2, 4, True), (2, 2, False)])
-def test_a_batched_bucket_takes_only_rows_of_its_template_s_length(bs, tokens, equal):
-    assert make_runner().select_bucket("decode", bs, tokens, equal_rows=equal) is None
-
-
-def test_fit_is_compared_in_static_buffer_tokens():
-    guided = PackedAcceleratorGraphConfig(
-        capture_graph_walk="guided",
-        capture_token_lengths=[64, 256],
-        make_node_input=lambda n: ARNodeInputs(input_ids=torch.zeros(n, dtype=torch.int64), input_seq_len=n),
-        capture_batch_sizes=[1],
-        total_tokens_multiplier=2,
-    )
-    runner = make_runner(extra_configs=[guided])
-    assert runner.select_bucket("guided", 1, 100) == BucketKey("guided", 1, 512)
-    assert runner.select_bucket("guided", 1, 64) == BucketKey("guided", 1, 128)
-    assert runner.max_packed_tokens_for("guided") == 256
-
-
-@settings(max_examples=60, deadline=None)
-@given(bs=st.integers(1, 6), tokens=st.integers(1, 300))
-def test_the_chosen_bucket_dominates_and_no_smaller_one_does(bs, tokens):
-    bucket = RUNNER.select_bucket("prefill", bs, tokens)
-    fitting = [k for k in RUNNER.registered if k.graph_walk == "prefill" and k.bs >= bs and k.num_tokens >= tokens]
-    if bucket is None:
-        assert not fitting
-    else:
-        assert min(fitting, key=lambda k: (k.num_tokens, k.bs)) == bucket
-
-
-RUNNER = make_runner(**PACKED)
-
-
-@pytest.mark.parametrize("aliases", [None, [], ["talk"], ["talk", "decode"]])
-def test_an_alias_finds_the_same_slots_and_the_lease_names_the_capture_walk(aliases):
-    runner = make_runner(decode_aliases=aliases)
-    assert runner.lease_slot("decode", 3, 1) == SlotLease(1, BucketKey("decode", 4, 4))
-    assert runner.max_batch_size_for("decode") == 8
-    if aliases:
-        assert runner.lease_slot("talk", 3, 5, num_tokens=3) == SlotLease(1, BucketKey("decode", 4, 4))
-        assert runner.max_batch_size_for("talk") == 8
-
-
-def test_a_walk_that_does_not_cap_has_no_cap():
-    assert make_runner(caps=False).max_batch_size_for("decode") is None
-
-
-def test_batch_sizes_default_sort_and_lose_duplicates():
-    runner = make_runner(decode_sizes=(), prefill_sizes=(4, 1, 4))
-    sizes = [s.bucket.bs for s in runner.specs if s.bucket.graph_walk == "decode" and s.slot == 0]
-    assert sizes == [64, 32, 16, 8, 4, 2, 1]
-    assert [s.bucket.bs for s in runner.specs if s.bucket.graph_walk == "prefill" and s.slot == 0] == [4, 4, 1, 1]
-
-
-def test_captures_are_made_largest_first_with_slots_in_order():
-    order = [(s.bucket.bs, s.bucket.num_tokens, s.slot) for s in make_runner(**PACKED).specs]
-    assert order == sorted(order, key=lambda o: (-o[0], -o[1], o[2]))
-
-
-def test_key_info_tells_captures_apart():
+def test_a_step_that_declares_another_variant_than_the_one_leased_is_refused(caplog):
     engine, submodule, _ = make_engine(ToyOptions(key_info="plain"))
-    runner = runner_of(engine)
-    assert runner.select_bucket("decode", 1, 1, "plain") == BucketKey("decode", 1, 1, "plain")
-    assert runner.select_bucket("decode", 1, 1) is None
     info = request(0)
     engine.ingest(info)
     submodule.step_key_info = "full"
-    error = engine.exec(Batch("LLM", "prefill", [info])).errors[0]
-    assert "'full'" in str(error)
-    assert "'plain'" in str(error)
+    assert not engine.exec(Batch("LLM", "prefill", [info])).captured
+    assert "cg_key_info='full', the leased bucket 'plain'" in caplog.text
 
 
-def test_two_configurations_of_one_bucket_are_refused():
-    twin = BatchedAcceleratorGraphConfig("decode", ARNodeInputs(), capture_batch_sizes=[2])
-    with pytest.raises(ValueError, match=r"configurations 0 and 2 both capture decode\[bs=2"):
-        make_engine(ToyOptions(extra_configs=[twin]))
+@pytest.mark.parametrize(
+    ("backend", "packed"),
+    [(CpuGraphBackend(replays_real_head=False), (True, True)), (CpuGraphBackend(), (True, False))],
+)
+def test_a_context_says_whether_it_is_packed_and_padded_with_tokens(backend, packed):
+    runner = runner_of(make_engine(backend=backend)[0])
+    assert runner.context_flags(None) == (False, False)
+    assert runner.context_flags(runner.lease_slot("decode", 3, 0)) == (False, False)
+    assert runner.context_flags(runner.lease_slot("prefill", 1, 0, 3)) == packed
+
+
+# Replay equals eager
+
+EAGER, STRICT = (
+    make_engine(ToyOptions(caps=False, decode_aliases=["talk"], prefill_sizes=(1, 2, 4)), backend=backend)[0]
+    for backend in (EagerBackend(), None)
+)
+
+
+@st.composite
+def edge_batches(draw):
+    """Prompt lengths at, below and one above the rows and tokens of a bucket."""
+    rows = draw(st.sampled_from([1, 2, 3, 4, 5, 8, 9]))
+    total = draw(st.sampled_from([rows, 15, 16, 17, 63, 64, 65]).filter(lambda total: total >= rows))
+    cuts = sorted(draw(st.lists(st.integers(0, total - rows), min_size=rows - 1, max_size=rows - 1)))
+    lengths = [b - a + 1 for a, b in zip([0, *cuts], [*cuts, total - rows], strict=True)]
+    return [draw(st.lists(st.integers(0, 99), min_size=n, max_size=n)) for n in lengths]
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts=edge_batches(), walks=st.lists(st.sampled_from(["decode", "talk"]), min_size=1, max_size=4))
+def test_ragged_batches_at_the_edges_of_buckets_replay_as_they_run_eager(prompts, walks):
+    hosts = []
+    for engine in (EAGER, STRICT):
+        infos = [request(i, prompt) for i, prompt in enumerate(prompts)]
+        for info in infos:
+            engine.ingest(info)
+        results = [engine.exec(Batch("LLM", walk, infos)) for walk in ("prefill", *walks)]
+        hosts.append([result.host["new_token"].tolist() for result in results])
+        toy = engine.resources["toy"]
+        assert [int(toy.length[info.row]) for info in infos] == [len(prompt) + len(walks) for prompt in prompts]
+        assert not toy.length[engine.capacity :].any()
+        for info in infos:
+            engine.remove(info.request_id)
+    assert hosts[0] == hosts[1]
+    assert results[0].captured == (len(prompts) <= 4 and sum(map(len, prompts)) <= 64)
+    assert all(result.captured == (len(prompts) <= 8) for result in results[1:])
+    assert all(result.bucket.graph_walk == "decode" for result in results[1:] if result.captured)
 
 
 # Capture
@@ -217,7 +171,7 @@ def test_a_dropped_bucket_fails_the_start_where_graphs_are_required(monkeypatch)
     make_engine()
     engine, submodule, _ = make_engine(warm=False)
     submodule.hook = fail_at(("decode", 4), 0)
-    with pytest.raises(RuntimeError, match=r"captured 9 of 10 buckets, dropped decode\[bs=4"):
+    with pytest.raises(RuntimeError, match=r"captured 9 of 10 buckets, dropped LLM: decode\[bs=4"):
         engine.warm_up()
 
 
@@ -237,6 +191,69 @@ def test_an_unsupported_device_warns_once_and_runs_eager(caplog):
     generate(engine, [info], 2)
     assert engine.eager_steps == {("LLM", "prefill", "device"): 1, ("LLM", "decode", "device"): 2}
     assert engine.max_batch_size("LLM", "decode") == 8
+
+
+# Compilation
+
+
+@pytest.mark.parametrize(
+    ("environment", "config", "mode"),
+    [
+        (None, None, "max-autotune-no-cudagraphs"),
+        (None, "default", "default"),
+        ("max-autotune", "default", "max-autotune"),
+        ("default", None, "default"),
+    ],
+)
+def test_the_mode_is_the_environment_s_then_the_configuration_s_then_the_default(
+    monkeypatch, environment, config, mode
+):
+    monkeypatch.setenv("MSTAR_GRAPH_COMPILE_MODE", environment or "")
+    calls = []
+
+    class Compiling(CpuGraphBackend):
+        def compile(self, forward, mode):
+            calls.append((forward.__name__, mode))
+            return forward
+
+    talk = BatchedAcceleratorGraphConfig("talk", ARNodeInputs(), capture_batch_sizes=[1, 2], compile_mode=config)
+    plain = BatchedAcceleratorGraphConfig("plain", ARNodeInputs(), capture_batch_sizes=[1], compile=False)
+    options = ToyOptions(decode_sizes=(1,), prefill_sizes=(1,), prefill_tokens=(16,), extra_configs=[talk, plain])
+    make_engine(options, backend=Compiling(compiles=True))
+    assert sorted(calls) == sorted(
+        ("forward_batched", m) for m in (mode, *[environment or "max-autotune-no-cudagraphs"] * 2)
+    )
+
+
+@pytest.mark.parametrize("own_graphs", ["reduce-overhead", "max-autotune"])
+def test_a_mode_with_graphs_of_its_own_is_warned_of_when_the_runner_is_built(monkeypatch, caplog, own_graphs):
+    monkeypatch.setenv("MSTAR_GRAPH_COMPILE_MODE", own_graphs)
+    make_engine(backend=CpuGraphBackend(compiles=True), warm=False)
+    assert caplog.text.count(f"compile mode '{own_graphs}' captures graphs of its own") == 2
+    caplog.clear()
+    make_engine(backend=CpuGraphBackend(), warm=False)
+    assert not caplog.text
+
+
+def test_what_may_not_be_compiled_is_not():
+    submodule = ToySubmodule()
+    submodule.disable_torch_compile = True
+
+    class Compiling(CpuGraphBackend):
+        def compile(self, forward, mode):
+            pytest.fail("compiled")
+
+    make_engine(submodule=submodule, backend=Compiling(compiles=True))
+
+
+def test_a_capture_that_would_compile_anew_drops_its_bucket(caplog):
+    engine, submodule, _ = make_engine(warm=False)
+    compiled = torch.compile(lambda x, n: x + n, backend="eager", dynamic=False)
+    calls = iter(range(10_000))
+    submodule.hook = lambda walk, ids: compiled(ids, next(calls)) if walk == "decode" and ids.numel() == 4 else None
+    engine.warm_up()
+    assert runner_of(engine).dropped_buckets == [BucketKey("decode", 4, 4)]
+    assert "recompile" in caplog.text
 
 
 def test_a_malformed_compile_mode_in_the_environment_is_refused(monkeypatch):
@@ -328,14 +345,14 @@ def test_padding_never_changes_a_real_row():
     assert (int(toy.last[bystander.row]), int(toy.length[bystander.row])) == before
 
 
-def test_other_input_names_than_captured_fail_the_step():
+def test_other_input_names_than_captured_fail_the_step(caplog):
     engine, submodule, _ = make_engine()
     info = request(0, [1])
     engine.ingest(info)
     preprocess = submodule.preprocess
     submodule.preprocess = lambda *args: {**preprocess(*args), "mask": torch.ones(1)}
-    error = engine.exec(Batch("LLM", "prefill", [info])).errors[0]
-    assert "captured inputs ['input_ids'], this step's are ['input_ids', 'mask']" in str(error)
+    assert not engine.exec(Batch("LLM", "prefill", [info])).captured
+    assert "captured inputs ['input_ids'], this step's are ['input_ids', 'mask']" in caplog.text
 
 
 def test_values_that_are_not_tensors_are_constants_of_the_capture():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from mstar.engine.engine import Engine
 from mstar.engine.inputs import ARNodeInputs, RequestInfo
 from mstar.engine.outputs import BatchedModelOutput
 from mstar.engine.resources.attention.config import AttentionSpec, AttentionStep
-from mstar.engine.resources.kv.config import KVStep, PagedKVConfig, PagedKVSpec
+from mstar.engine.resources.kv.config import KVReqConfig, KVStep, PagedKVConfig, PagedKVSpec
 from mstar.engine.resources.positions.config import PositionSpec, PositionStep
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
 from mstar.engine.resources.step import AllocationFailed, Segment, SubmoduleStep
 from mstar.engine.submodule import ARNodeSubmodule
+from mstar.utils import knobs
 
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 16, 61
 GREEDY = SamplingReqConfig(temperature=0.0)
@@ -37,11 +39,29 @@ class Tiny(ARNodeSubmodule):
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(LAYERS))
         self.head = nn.Linear(width, VOCAB, bias=False)
 
+        self.reads_device_loopback = knobs.device_loopback_enabled()
+        self.poison: int | None = None  # a token id that breaks the forward
+        self.is_captured = False
+
     def uniform_row_inputs(self, graph_walk):
         return ARNodeInputs(input_seq_len=1) if graph_walk == "decode" else None
 
+    def device_loopback_signals(self, graph_walk):
+        return frozenset({"text_inputs"}) if graph_walk == "decode" else frozenset()
+
+    def loopback_outputs(self):
+        return {"text_inputs": "new_token"}
+
+    def get_combined_graph_walks(self):
+        return {"LLM": {"mixed": ("decode", "prefill")}}
+
     def prepare_inputs(self, graph_walk, info):
         return ARNodeInputs(input_ids=torch.from_numpy(info.prompt_ids), input_seq_len=info.prompt_ids.size)
+
+    def split_inputs(self, inputs, num_tokens):
+        parts = inputs.input_ids[:num_tokens], inputs.input_ids[num_tokens:]
+        first, rest = (ARNodeInputs(input_ids=ids, input_seq_len=ids.numel()) for ids in parts)
+        return first, rest
 
     def declare_step(self, graph_walk, request_ids, inputs, slot_lease=None, piecewise_leases=None):
         segments = tuple(Segment(i, "main", x.input_seq_len) for i, x in zip(request_ids, inputs, strict=True))
@@ -49,9 +69,14 @@ class Tiny(ARNodeSubmodule):
         return SubmoduleStep(steps, segments)
 
     def preprocess(self, graph_walk, engine_inputs, inputs):
-        if graph_walk == "decode":
-            return {"input_ids": engine_inputs.resources["sampler"].loopback_tokens()}
-        return {"input_ids": torch.cat([row.input_ids for row in inputs])}
+        self.is_captured = engine_inputs.captured
+        prompts = [row.input_ids for row in inputs if row.input_ids is not None]
+        count = len(inputs) - len(prompts)
+        if self.reads_device_loopback:
+            tokens = [engine_inputs.resources["sampler"].loopback_tokens()[:count]] if count else []
+        else:
+            tokens = [row.tensors["text_inputs"] for row in inputs[:count]]
+        return {"input_ids": torch.cat([*tokens, *prompts])}
 
     def run(self, ids: torch.Tensor, attend: Any) -> torch.Tensor:
         x = self.embed(ids)
@@ -64,15 +89,22 @@ class Tiny(ARNodeSubmodule):
         attn, rope, sampler = (engine_inputs.resources[key] for key in ("attn", "rope", "sampler"))
         x = self.run(tensors["input_ids"], lambda q, k, v: attn.attend(*rope.rotate(q, k), v))
         tokens = sampler.sample(self.head(attn.last_rows(x)))
+        if self.poison is not None and (self.is_captured or (tensors["input_ids"] == self.poison).any()):
+            raise RuntimeError("poison")
         return BatchedModelOutput(check_stop_buffers={"new_token": tokens, "fault": sampler.faults()})
 
     def get_accelerator_graph_configs(self, device):
         return [
-            BatchedAcceleratorGraphConfig("decode", ARNodeInputs(), capture_batch_sizes=[1, 2, 4]),
+            BatchedAcceleratorGraphConfig(
+                "decode",
+                ARNodeInputs({"text_inputs": torch.zeros(1, dtype=torch.int64)}),
+                capture_batch_sizes=[1, 2, 4],
+            ),
             PackedAcceleratorGraphConfig(
                 "prefill",
                 [16, 64],
                 lambda n: ARNodeInputs(input_ids=torch.zeros(n, dtype=torch.int64), input_seq_len=n),
+                replay_graph_walks=["mixed"],
                 capture_batch_sizes=[1, 4],
             ),
         ]
@@ -140,7 +172,8 @@ def make(backend: Any, pages: int = 64) -> Engine:
 
 def request(request_id: int, prompt: list[int], config: SamplingReqConfig = GREEDY) -> RequestInfo:
     ids = np.array(prompt, dtype=np.int64)
-    return RequestInfo(request_id, prompt_ids=ids, resource_configs={"sampler": config})
+    kv = KVReqConfig(prompt_tokens=ids.size, prompt_ids=ids)
+    return RequestInfo(request_id, prompt_ids=ids, resource_configs={"sampler": config, "kv_cache": kv})
 
 
 def run(engine: Engine, infos: list[RequestInfo], steps: int) -> dict[int, list[int]]:
@@ -220,3 +253,129 @@ def test_a_pool_that_is_full_refuses_the_step_and_serves_it_later():
     assert isinstance(result.refused.reason, AllocationFailed)
     engine.remove(0)
     assert run(engine, [second], 3) == {1: dense_greedy(Tiny(), [2] * 8, 3)}
+
+
+def exec_each(engine, batches):
+    return [engine.exec(batch) for batch in batches]
+
+
+def run_ahead(engine, batches):
+    flights, results = [engine.launch(batches[0])], []
+    for batch in batches[1:]:
+        flights.append(engine.launch(batch))
+        results.append(engine.collect(flights.pop(0)))
+    return [*results, engine.collect(flights[0])]
+
+
+def plan_ahead(engine, batches):
+    flights, results = [engine.launch(batches[0])], []
+    for batch in batches[1:]:
+        engine.pre_plan(batch)
+        flights.append(engine.launch(batch))
+        results.append(engine.collect(flights.pop(0)))
+    return [*results, engine.collect(flights[0])]
+
+
+DRIVES = {"exec": exec_each, "run-ahead": run_ahead, "plan-ahead": plan_ahead}
+KNOBS = {
+    "default": {},
+    "plan-thread": {"MSTAR_PRE_PLAN_SPEC": "1"},
+    "no-loopback": {"MSTAR_DEVICE_LOOPBACK": "0"},
+    "in-graph": {"MSTAR_SAMPLER_INGRAPH_SCATTER": "1", "MSTAR_INGRAPH_DECODE_ROPE": "1"},
+    "plan-cache": {"MSTAR_KV_PLAN_CACHE": "1", "MSTAR_KV_PINNED_INDPTRS": "1", "MSTAR_PRE_PLAN_SPEC": "1"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings_name", "drive"),
+    [
+        *itertools.product(["service-strict"], KNOBS, DRIVES),
+        *itertools.product(["eager"], ["default", "no-loopback"], ["run-ahead"]),
+        *itertools.product(["captured-at-load"], ["in-graph", "plan-cache"], ["plan-ahead"]),
+    ],
+)
+def test_every_way_to_drive_the_engine_gives_the_same_tokens_while_rows_join_and_leave(
+    name, settings_name, drive, monkeypatch
+):
+    def tokens(engine, drive):
+        infos = [request(i, [3 * i + 1] * (2 * i + 2), SamplingReqConfig(temperature=1.0, _seed=i)) for i in range(4)]
+        for info in infos:
+            engine.ingest(info)
+        early, late = Batch("LLM", "decode", infos[:3]), Batch("LLM", "decode", infos[1:])
+        mixed = Batch("LLM", "mixed", infos, row_walks=["decode"] * 3 + ["prefill"])
+        batches = [Batch("LLM", "prefill", infos[:3]), *[early] * 4, mixed, *[late] * 4, early, late]
+        seen = {info.request_id: [] for info in infos}
+        for result in drive(engine, batches):
+            assert not result.errors
+            for request_id, token in zip(result.request_ids, result.host["new_token"].tolist(), strict=True):
+                seen[request_id].append(token)
+        pages = engine.resources["kv_cache"].free_pages
+        for info in infos:
+            engine.remove(info.request_id)
+        engine.resources["kv_cache"].check_pages()
+        return seen, pages
+
+    expected = tokens(make(EagerBackend()), exec_each)
+    for variable, value in KNOBS[settings_name].items():
+        monkeypatch.setenv(variable, value)
+    engine = make(BACKENDS[name]())
+    assert tokens(engine, DRIVES[drive]) == expected
+    assert engine.counters["retried_steps"] == 0
+    if drive == "plan-ahead" and name != "eager":
+        assert engine.counters["promoted"] == engine.counters["staged"] == 11
+
+
+@pytest.mark.parametrize(
+    ("name", "settings_name"),
+    [*itertools.product(["service-strict"], KNOBS), ("eager", "default"), ("captured-at-load", "in-graph")],
+)
+def test_a_forward_that_breaks_leaves_no_trace_in_the_tokens_of_its_neighbours(name, settings_name, monkeypatch):
+    for variable, value in KNOBS[settings_name].items():
+        monkeypatch.setenv(variable, value)
+    seeded = [SamplingReqConfig(temperature=1.0, _seed=i) for i in range(3)]
+    prompts = [[1, 2, 3], [7] * 5, [60]]
+
+    def serve(poisoned):
+        engine = make(BACKENDS[name]())
+        tiny = engine._nodes["LLM"].submodule
+        infos = [request(i, prompts[i], seeded[i]) for i in range(3)]
+        for info in infos:
+            engine.ingest(info)
+        tokens = run(engine, infos, 4)
+        if poisoned:
+            tiny.poison = tokens[1][-1]
+            spared = [i for i in (0, 2) if tokens[i][-1] != tiny.poison]
+            result = engine.exec(Batch("LLM", "decode", infos))
+            assert set(result.errors) == {0, 1, 2} - set(spared)
+            assert engine.counters["retried_steps"] == 1
+            tiny.poison = None
+            engine.remove(1)
+        else:
+            result = engine.exec(Batch("LLM", "decode", infos))
+        for i, token in zip(result.request_ids, result.host["new_token"].tolist(), strict=True):
+            tokens[i].append(token)
+        for _ in range(3):
+            result = engine.exec(Batch("LLM", "decode", [infos[0], infos[2]]))
+            for i, token in zip(result.request_ids, result.host["new_token"].tolist(), strict=True):
+                tokens[i].append(token)
+        engine.resources["kv_cache"].check_pages()
+        return tokens
+
+    with_poison, without = serve(poisoned=True), serve(poisoned=False)
+    assert with_poison[0] == without[0]
+    assert with_poison[2] == without[2]
+
+
+@pytest.mark.parametrize("name", ["eager", "service-strict", "captured-at-load"])
+def test_a_prompt_that_was_served_before_is_skipped_as_far_as_it_is_cached(name):
+    engine = make(BACKENDS[name]())
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
+    first = request(0, prompt)
+    engine.ingest(first)
+    tokens = run(engine, [first], 5)[0]
+    engine.remove(0)
+    again, longer = request(1, prompt), request(2, [*prompt[:9], 40])
+    engine.ingest(again)
+    engine.ingest(longer)
+    assert (again.cached_tokens, longer.cached_tokens) == (8, 8)  # whole pages of 4, never the last token
+    assert run(engine, [again, longer], 5) == {1: tokens, 2: dense_greedy(Tiny(), [*prompt[:9], 40], 5)}

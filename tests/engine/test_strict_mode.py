@@ -47,7 +47,7 @@ def test_a_host_read_is_refused(read, inference):
 def test_reads_are_fine_outside_and_the_result_comes_back():
     result, trace = record(lambda: torch.where(X > 1, X * 2, X))
     assert result.tolist() == [0.0, 1.0, 4.0, 6.0]
-    assert [name.split(".")[0] for name, _ in trace] == ["aten::gt", "aten::mul", "aten::where"]
+    assert [name.split(".")[0] for name, *_ in trace] == ["aten::gt", "aten::mul", "aten::where"]
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -75,7 +75,7 @@ def test_an_opaque_region_may_read_and_counts_as_one_operator():
         return X * 2
 
     traces = [record(lambda n=n: forward(n))[1] for n in (1, 3)]
-    assert [name for name, _ in traces[0]] == ["opaque::attend", "aten::mul.Tensor"]
+    assert [name for name, *_ in traces[0]] == ["opaque::attend", "aten::mul.Tensor"]
     compare(*traces)
 
 
@@ -102,6 +102,73 @@ def test_another_dtype_or_shape_at_replay_is_refused():
         compare(captured, record(lambda: doubles * 2)[1])
     with pytest.raises(StrictModeError, match=r"captured shape \(4,\), replayed \(5,\)"):
         compare(captured, record(lambda: longer * 2)[1])
+
+
+@pytest.mark.parametrize(
+    ("captured", "replay"),
+    [
+        (lambda: X * 2, lambda: X * 3),
+        (lambda: X * 2, lambda: X * 2.0),
+        (lambda: X[1:3] + 1, lambda: X[2:4] + 1),
+        (lambda: X.sum(0, keepdim=True), lambda: X.sum(-1, keepdim=True)),
+        (lambda: torch.add(X, X, alpha=2), lambda: torch.add(X, X, alpha=3)),
+    ],
+)
+def test_another_constant_at_replay_is_refused(captured, replay):
+    trace = record(captured)[1]
+    compare(trace, record(captured)[1])
+    with pytest.raises(StrictModeError, match="captured with"):
+        compare(trace, record(replay)[1])
+
+
+def test_a_real_head_of_another_length_may_change_integers_only():
+    def forward(n, scale):
+        return X[:n].mul(scale)
+
+    captured = record(lambda: forward(4, 2.0))[1]
+    compare(captured, record(lambda: forward(3, 2.0))[1], [(4, 3)])
+    with pytest.raises(StrictModeError, match="captured with"):
+        compare(captured, record(lambda: forward(3, 2.5))[1], [(4, 3)])
+
+
+def test_a_tensor_that_moved_since_the_capture_is_refused():
+    state = {"x": X}
+    captured = record(lambda: state["x"] * 2)[1]
+    X.add_(1).sub_(1)  # other contents are what replays are for
+    compare(captured, record(lambda: state["x"] * 2)[1])
+    state["x"] = X.clone()
+    with pytest.raises(StrictModeError, match="not where the capture read it"):
+        compare(captured, record(lambda: state["x"] * 2)[1])
+
+
+def test_what_the_forward_makes_itself_may_lie_anywhere():
+    hold = []
+
+    def forward():
+        with opaque("kernel"):
+            made = torch.ones(4)
+        y = made + X.clone()
+        y.add_(X)
+        hold.append(y)
+        return y[1:] * made[1:]
+
+    compare(record(forward)[1], record(forward)[1])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_tensor_from_host_values_is_refused(inference):
+    with torch.inference_mode(inference), pytest.raises(StrictModeError, match="from host values"):
+        record(lambda: X * torch.tensor(2.0))
+
+
+def test_compiling_anew_is_refused_where_nothing_may_be_compiled():
+    compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    compiled(X)
+    with strict_mode.no_recompilation():
+        assert compiled(X).tolist() == (X * 2).tolist()
+        with pytest.raises(RuntimeError, match="recompile"):
+            compiled(torch.ones(7))
+    compiled(torch.ones(7))
 
 
 @pytest.mark.parametrize(("shape", "ok"), [((4, 6), True), ((7, 6), True), ((7, 3), False), ((7,), False)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mstar.kernels.attention import attention_reference
 from mstar.kernels.cpu import jit
-from mstar.kernels.cpu.paged_decode import PagedDecode, PagedDecodeKernel, paged_decode_kernel
+from mstar.kernels.cpu.paged_decode import PagedDecode, PagedDecodeKernel, first_seen, paged_decode_kernel
 
 
 def host_lanes():
@@ -35,8 +35,8 @@ class Rows:
         self.lens = np.array(lens, np.int64)
         pages = -(-self.lens // page_size)
         order = np.random.default_rng(seed).permutation(int(pages.sum())) + 1
-        self.table = np.zeros((self.lens.size, int(pages.max())), np.int32)
-        self.table[np.arange(self.table.shape[1]) < pages[:, None]] = order
+        self.pages = order.astype(np.int32)
+        self.page_starts = (np.cumsum(pages) - pages).astype(np.int32)
         self.layer = torch.full((order.size + 1, 2, page_size, kv_heads, dim), torch.nan)
         self.k = [torch.randn(n, kv_heads, dim) for n in lens]
         self.v = [torch.randn(n, kv_heads, dim) for n in lens]
@@ -47,7 +47,7 @@ class Rows:
 
     def places(self, row, positions):
         page, offset = np.divmod(positions, self.shape[3])
-        return self.table[row, page].astype(np.int64), offset
+        return self.pages[self.page_starts[row] + page].astype(np.int64), offset
 
     def run(self, rows=None, window=None, lanes=None):
         """``rows`` as one batch, all by default; q, k and v are views of one tensor, as a model hands them over."""
@@ -56,8 +56,25 @@ class Rows:
         heads, kv_heads = self.shape[:2]
         q, k, v = torch.stack(new).split((heads, kv_heads, kv_heads), dim=1)
         index = np.array(rows)
-        step = PagedDecode(kernel_of(*self.shape, lanes=lanes), self.lens[index], self.table[index], window)
+        ends = self.lens[index]
+        kernel, starts = kernel_of(*self.shape, lanes=lanes), self.page_starts[index]
+        step = PagedDecode(kernel, ends, self.pages, starts, first_seen(ends, window))
         return step.attend(self.layer, q, k, v)
+
+    def run_spans(self, spans, causal=True, window=None, rows=None, q=None):
+        """The last ``spans`` tokens of each row as one batch over keys that are stored; queries [tokens, ...]."""
+        rows = np.arange(self.lens.size) if rows is None else np.array(rows)
+        step = PagedDecode.of_rows(
+            kernel_of(*self.shape),
+            self.lens[rows],
+            np.array(spans),
+            self.pages,
+            self.page_starts[rows],
+            causal=causal,
+            window=window,
+        )
+        nothing = torch.empty(0, *self.q.shape[1:])
+        return step.attend(self.layer, q, nothing, nothing)
 
     def expected(self, window=None):
         rows = zip(self.q, self.k, self.v, self.lens.tolist(), strict=True)
@@ -118,6 +135,48 @@ def test_a_row_does_not_depend_on_the_number_of_threads(lens):
         torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+spans_of_rows = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1 << 16)), min_size=1, max_size=6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=spans_of_rows, causal=st.booleans(), window=st.none() | st.integers(1, 40))
+def test_rows_of_any_span_equal_each_row_alone(rows, causal, window):
+    lens, spans = [n for n, _ in rows], [seed % (n + 1) for n, seed in rows]
+    batch = Rows(lens)
+    batch.run()  # stores the last token
+    q = torch.randn(sum(spans), *batch.q.shape[1:])
+    out = batch.run_spans(spans, causal, window, q=q)
+    parts = zip(q.split(spans), batch.k, batch.v, lens, spans, strict=True)
+    wanted = [attention_reference(q, k, v, n - span, window, causal) for q, k, v, n, span in parts]
+    torch.testing.assert_close(out, torch.cat(wanted), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lens=lengths, window=st.none() | st.integers(1, 40), data=st.data())
+def test_a_token_has_the_bits_that_decode_gives_it_however_its_prompt_is_cut(lens, window, data):
+    batch = Rows(lens)
+    decoded = batch.run(window=window)
+    row = data.draw(st.integers(0, len(lens) - 1))
+    span = data.draw(st.integers(1, lens[row]))
+    q = torch.randn(span, *batch.q.shape[1:])
+    q[-1] = batch.q[row]
+    out = batch.run_spans([span], window=window, rows=[row], q=q)
+    assert torch.equal(out[-1], decoded[row])
+    cut = data.draw(st.integers(0, span))
+    again = batch.run_spans([span - cut], window=window, rows=[row], q=q[cut:])
+    assert torch.equal(again, out[cut:])
+
+
+def test_a_query_without_keys_gives_zeros():
+    batch = Rows([20, 1])
+    batch.run()
+    batch.lens[1] = 0
+    q = torch.randn(4, *batch.q.shape[1:])
+    out = batch.run_spans([2, 2], causal=False, q=q)
+    assert torch.count_nonzero(out[2:]) == 0
+    torch.testing.assert_close(out[:2], attention_reference(q[:2], batch.k[0], batch.v[0], 18, causal=False))
 
 
 def test_weights_are_exact_for_scores_far_apart():

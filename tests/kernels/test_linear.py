@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from mstar.kernels.cpu.panel_formats import BLOCK_FORMATS, BlockRows
 from mstar.kernels.cpu.panel_gemm import panel_kernel
 from mstar.kernels.linear import MAX_ROWS, PackedLinear, linear_reference
 
@@ -105,6 +106,49 @@ def test_a_row_does_not_depend_on_the_thread_count(backend):
         torch.testing.assert_close(layer(x), alone, rtol=1e-5, atol=1e-5)
     finally:
         torch.set_num_threads(threads)
+
+
+# 1 to 64, then around the sizes at which the kernels change their ways.
+ROW_COUNTS = [*range(1, 65), 96, MAX_ROWS, MAX_ROWS + 1, 500, 2048]
+
+
+def random_blocks(kind: str, rows: int, width: int) -> BlockRows:
+    layout = BLOCK_FORMATS[kind]
+    data = torch.randint(0, 256, (rows, width // 32, layout.file_bytes), dtype=torch.uint8)
+    scales = torch.randn(rows, width // 32, len(layout.headers)).mul(0.01).half()
+    data[..., : 2 * len(layout.headers)] = scales.view(torch.uint8)
+    return BlockRows(data.flatten(1), kind)
+
+
+LAYERS = [(dtype, "torch") for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+if panel_kernel() is not None:
+    LAYERS += [(kind, "panel") for kind in (torch.float32, *BLOCK_FORMATS)]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("kind", "backend"), LAYERS, ids=str)
+@pytest.mark.parametrize("shape", [(160, 576), (576, 1536), (100, 96)], ids=str)
+def test_deterministic_rows_keep_their_bits_whatever_the_number_of_rows(shape, kind, backend, threads):
+    weight = (random_blocks(kind, *shape), None) if isinstance(kind, str) else make(*shape, kind)
+    layer = PackedLinear(*weight, backend, deterministic=True)
+    x = torch.randn(ROW_COUNTS[-1], shape[1]).to(layer.dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        wanted = layer(x)
+        differing = [n for n in ROW_COUNTS if not torch.equal(layer(x[:n]), wanted[:n])]
+        differing += [-n for n in ROW_COUNTS if not torch.equal(layer(x[-n:]), wanted[-n:])]
+    finally:
+        torch.set_num_threads(before)
+    assert differing == []
+
+
+def test_deterministic_torch_path_equals_the_reference():
+    weight, bias = make(48, 24)
+    layer = PackedLinear(weight, bias, "torch", deterministic=True)
+    for rows in (0, *ROWS):
+        x = torch.randn(rows, 24)
+        assert_equal_within_float_error(layer(x), x, weight, bias)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mstar.engine.accelerator_graph_backend import CpuGraphBackend
+from mstar.engine.accelerator_graph_backend import CpuGraphBackend, GraphBackend
 from mstar.engine.engine import Batch, Engine
 from mstar.engine.inputs import RequestInfo
 from mstar.engine.resources.sampler.config import SamplingReqConfig
@@ -18,6 +18,7 @@ from mstar.model.options import ModelLoadOptions
 from mstar.model.registry import load_model
 
 CPU = torch.device("cpu")
+GREEDY = SamplingReqConfig(temperature=0.0)
 SMALL = ModelLoadOptions(kv_memory_bytes=1 << 22, max_running_requests=4, max_batch_tokens=256)
 
 
@@ -36,9 +37,8 @@ def load_small(
     return load_model(str(name), device=CPU, dtype=dtype, options=options)
 
 
-def generate(model: EngineModel, prompts: Sequence[Sequence[int]], steps: int, strict: bool = True) -> Run:
-    """Greedy tokens of all prompts in one batch: a prefill step, then ``steps - 1`` decode steps."""
-    rows = len(prompts)
+def build_engine(model: EngineModel, rows: int, backend: GraphBackend | None = None) -> Engine:
+    """An engine for ``rows`` requests over the model's weights, warmed up; its backend is strict by default."""
     engine = Engine(
         model.submodules,
         model.resource_specs,
@@ -46,32 +46,42 @@ def generate(model: EngineModel, prompts: Sequence[Sequence[int]], steps: int, s
         dtype=model.dtype,
         kv_dtype=model.kv_dtype,
         capacity=rows,
-        backend=CpuGraphBackend(strict=strict),
+        backend=backend or CpuGraphBackend(strict=True),
     )
     engine.warm_up()
-    infos = [
-        RequestInfo(
-            request_id,
-            prompt_ids=np.asarray(prompt, np.int64),
-            max_tokens=steps,
-            resource_configs={"sampler": SamplingReqConfig(temperature=0.0)},
-        )
-        for request_id, prompt in enumerate(prompts)
-    ]
+    return engine
+
+
+def request(
+    request_id: int, prompt: Sequence[int], max_tokens: int, sampling: SamplingReqConfig = GREEDY
+) -> RequestInfo:
+    ids = np.asarray(prompt, np.int64)
+    return RequestInfo(request_id, prompt_ids=ids, max_tokens=max_tokens, resource_configs={"sampler": sampling})
+
+
+def step(engine: Engine, batch: Batch) -> dict[str, np.ndarray]:
+    """One step in which every row runs; its host values by name."""
+    result = engine.exec(batch)
+    assert not result.errors, result.errors
+    assert result.refused is None, result.refused
+    assert result.request_ids == batch.request_ids
+    return result.host
+
+
+def generate(model: EngineModel, prompts: Sequence[Sequence[int]], steps: int, strict: bool = True) -> Run:
+    """Greedy tokens of all prompts in one batch: a prefill step, then ``steps - 1`` decode steps."""
+    rows = len(prompts)
+    engine = build_engine(model, rows, CpuGraphBackend(strict=strict))
+    infos = [request(request_id, prompt, steps) for request_id, prompt in enumerate(prompts)]
     for info in infos:
         engine.ingest(info)
     logits: list[torch.Tensor] = []
     hook = model.submodules["LLM"].decoder.register_forward_hook(lambda *call: logits.append(call[-1].clone()))
-    results = []
-    for walk in ["prefill"] + ["decode"] * (steps - 1):
-        result = engine.exec(Batch("LLM", walk, infos))
-        assert not result.errors
-        assert result.refused is None
-        results.append(result.host)
+    results = [step(engine, Batch("LLM", walk, infos)) for walk in ["prefill"] + ["decode"] * (steps - 1)]
     hook.remove()
     assert not engine.eager_steps
     return Run(
         np.stack([host["new_token"] for host in results], axis=1),
-        torch.stack([step[:rows] for step in logits]),
+        torch.stack([row[:rows] for row in logits]),
         np.stack([host["fault"] for host in results], axis=1),
     )

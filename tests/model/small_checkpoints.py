@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -22,9 +24,11 @@ from transformers import (
 
 CLASSES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3")  # a GGUF of Mistral calls itself llama
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 128,

@@ -131,8 +131,22 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "2 attention heads cannot be shared by 3"),
     ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is unknown"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\] is unknown"),
     ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "factor must be a positive number, got -1"),
-    ({"use_sliding_window": True, "max_window_layers": 1}, "use_sliding_window"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "factor is missing"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "truncate": 0}}, "truncate must be true or false, got 0"),
+    ({"rope_parameters": {"sliding_attention": {}}}, "rope_parameters per layer type are not supported"),
+    (
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        "use_sliding_window: all layers must be full_attention, or all sliding_attention; got full",
+    ),
+    ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false"),
+    ({"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers must be an integer >= 0, got -1"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: all layers must be full_attention, or"),
+    ({"layer_types": ["chunked_attention"] * 2}, "layer_types: all layers must be .* got chunked_attention"),
+    ({"layer_types": ["sliding_attention"] * 3}, "layer_types must list 2 layers"),
+    ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is missing"),
+    ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "sliding_window must be a positive integer"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
 ]
@@ -229,6 +243,7 @@ SPOILT_GGUFS: list[tuple[dict[str, Any], str]] = [
     ({"extra": {"blk.0.ssm_a": np.ones(4, np.float32)}}, r"tensor blk\.0\.ssm_a is not known"),
     ({"extra": {"blk.7.attn_norm.weight": np.ones(128, np.float32)}}, r"tensor blk\.7\.attn_norm\.weight is not known"),
     ({"metadata": {"llama.expert_count": 8}}, "expert_count"),
+    ({"metadata": {"llama.attention.sliding_window_pattern": 4}}, "sliding_window_pattern: sliding windows in some"),
     ({"metadata": {"llama.feed_forward_length": 64}}, r"tensor blk\.0\.ffn_gate\.weight has shape \[96, 128\]"),
 ]
 

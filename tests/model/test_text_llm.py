@@ -13,11 +13,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from mstar.engine.accelerator_graph_backend import CpuGraphBackend, EagerBackend
+from mstar.engine.batch import Batch
 from mstar.engine.inputs import ARNodeInputs
+from mstar.engine.resources.sampler.config import SamplingReqConfig
 from mstar.model.options import ModelLoadOptions
 
-from .driver import generate, load_small
-from .small_checkpoints import CLASSES, dequantised, edit_config, edit_tensors, random_model, save, write_gguf
+from .driver import GREEDY, build_engine, generate, load_small, request, step
+from .small_checkpoints import (
+    CLASSES,
+    GGUF_FAMILIES,
+    dequantised,
+    edit_config,
+    edit_tensors,
+    random_model,
+    save,
+    write_gguf,
+)
 
 PROMPTS = [[5, 99, 42, 7, 7, 130, 21, 3, 64], [11], list(range(40, 73))]
 STEPS = 6
@@ -123,7 +135,7 @@ def test_without_the_key_a_head_of_its_own_is_used_as_transformers_does_by_defau
 
 
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "Q8_0", "Q4_1")])
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_a_gguf_computes_what_its_dequantised_weights_do(
     family: str, kind: gguf.GGMLQuantizationType, tmp_path: Path
 ) -> None:
@@ -200,20 +212,94 @@ def test_a_16_bit_dtype_is_served_when_asked_for(dtype: torch.dtype, tmp_path: P
 # The protocol.
 
 
-def test_only_the_last_row_of_each_prompt_reaches_the_head(tmp_path: Path) -> None:
-    save(random_model("llama"), tmp_path)
-    model = load_small(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(random_model("llama"), tmp_path_factory.mktemp("model"))
+
+
+def test_only_the_last_row_of_each_prompt_reaches_the_head(folder: Path) -> None:
+    model = load_small(folder)
     assert generate(model, PROMPTS, 1).logits.shape == (1, len(PROMPTS), model.vocab_size)
 
 
-def test_declare_step_is_pure_and_spans_each_row(tmp_path: Path) -> None:
-    save(random_model("llama"), tmp_path)
-    submodule = load_small(tmp_path).submodules["LLM"]
+def test_declare_step_is_pure_and_spans_each_row(folder: Path) -> None:
+    submodule = load_small(folder).submodules["LLM"]
     inputs = [ARNodeInputs(input_seq_len=3), ARNodeInputs(input_seq_len=1)]
     step = submodule.declare_step("prefill", [4, 9], inputs)
     assert step == submodule.declare_step("prefill", [4, 9], inputs)
     assert set(step.keys()) == {"kv_cache", "attn", "rope", "sampler"}
     assert [(s.request_id, s.span) for s in step.get("kv_cache").segments] == [(4, 3), (9, 1)]
+    assert step.get("sampler").kept_rids is None
+
+
+def test_only_the_last_part_of_a_prompt_keeps_its_draw(folder: Path) -> None:
+    submodule = load_small(folder).submodules["LLM"]
+    head, rest = submodule.split_inputs(submodule.prepare_inputs("prefill", request(1, [5, 6, 7], 1)), 2)
+    assert (head.input_ids.tolist(), rest.input_ids.tolist()) == ([5, 6], [7])
+    assert submodule.declare_step("prefill", [1], [head]).get("sampler").kept_rids == frozenset()
+    assert submodule.declare_step("prefill", [1], [rest]).get("sampler").kept_rids is None
+
+
+@pytest.mark.parametrize("loopback", ["1", "0"])
+def test_decode_rows_are_one_object_only_where_their_tokens_stay_in_the_sampler(
+    loopback: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MSTAR_DEVICE_LOOPBACK", loopback)
+    submodule = load_small(folder).submodules["LLM"]
+    uniform = submodule.uniform_row_inputs("decode")
+    assert (uniform is not None) == submodule.reads_device_loopback == (loopback == "1")
+    assert submodule.uniform_row_inputs("prefill") is submodule.uniform_row_inputs("mixed") is None
+    row = submodule.prepare_inputs("decode", request(1, [5], 1))
+    assert (row.input_ids, row.input_seq_len) == (None, 1)
+
+
+# Mixed steps.
+
+
+def test_a_mixed_step_may_combine_decode_and_prefill_rows_in_that_order(folder: Path) -> None:
+    engine = build_engine(load_small(folder), 3)
+    assert engine.combined_graph_walks() == {"LLM": {"mixed": ("decode", "prefill")}}
+
+
+@pytest.mark.parametrize("backend", ["captured", "eager"])
+@pytest.mark.parametrize("scatter", ["0", "1"])
+@pytest.mark.parametrize("loopback", ["1", "0"])
+def test_rows_of_a_mixed_step_give_the_tokens_they_give_alone(
+    loopback: str, scatter: str, backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MSTAR_DEVICE_LOOPBACK", loopback)
+    monkeypatch.setenv("MSTAR_SAMPLER_INGRAPH_SCATTER", scatter)
+    model = load_small(folder)
+    sampling = [GREEDY, SamplingReqConfig(temperature=0.8, _seed=7), SamplingReqConfig(temperature=1.0, top_k=9)]
+    backends = {"captured": lambda: CpuGraphBackend(strict=True), "eager": EagerBackend}
+    infos = [request(i, prompt, 8, config) for i, (prompt, config) in enumerate(zip(PROMPTS, sampling, strict=True))]
+    alone: dict[int, list[int]] = {}
+    for info in infos:
+        engine = build_engine(model, 3, backends[backend]())
+        engine.ingest(info)
+        walks = ["prefill"] + ["decode"] * 6
+        alone[info.request_id] = [int(step(engine, Batch("LLM", w, [info]))["new_token"][0]) for w in walks]
+        engine.remove(info.request_id)
+    engine = build_engine(model, 3, backends[backend]())
+    first, second, third = infos
+    together: dict[int, list[int]] = {info.request_id: [] for info in infos}
+    for info in infos:
+        engine.ingest(info)
+    for batch in (
+        Batch("LLM", "prefill", [first]),
+        Batch("LLM", "mixed", [first, second], row_walks=["decode", "prefill"]),
+        Batch("LLM", "decode", [second, first]),
+        Batch("LLM", "mixed", [second, first, third], row_walks=["decode", "decode", "prefill"]),
+        Batch("LLM", "decode", [third, first, second]),
+        Batch("LLM", "decode", [third, first, second]),
+    ):
+        for info, token in zip(batch.infos, step(engine, batch)["new_token"].tolist(), strict=True):
+            together[info.request_id].append(token)
+    assert together == {i: tokens[: len(together[i])] for i, tokens in alone.items()}
+    counters = engine.resources["sampler"].counters
+    assert counters["loopback_steps"] == (5 if loopback == "1" else 0)
+    assert counters["ingraph_scatter_steps"] == (6 if (scatter, backend) == ("1", "captured") else 0)
+    assert bool(engine.eager_steps) == (backend == "eager")
 
 
 # The real model.

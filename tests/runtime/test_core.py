@@ -25,8 +25,9 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "tiny")
 
 
-def load(folder: Path) -> EngineCore:
-    return EngineCore(EngineOptions(model=str(folder), device="cpu", kv_memory_bytes=2**20, max_running_requests=4))
+def load(folder: Path, **options: object) -> EngineCore:
+    values = {"device": "cpu", "kv_memory_bytes": 2**20, "max_running_requests": 4} | options
+    return EngineCore(EngineOptions(model=str(folder), **values))
 
 
 def request(prompt: list[int] = PROMPT, **fields: object) -> EngineRequest:
@@ -85,3 +86,37 @@ def test_broken_logits_end_their_request_with_an_error_and_are_counted(folder: P
     assert [good] == healthy
     assert core.conductor.counters.row_faults == 1
     assert core.conductor.num_running == 0
+
+
+@pytest.mark.parametrize(("choice", "ahead"), [("auto", False), ("on", True), ("off", False)])
+def test_run_ahead_is_automatic_only_beside_a_device(folder: Path, choice: str, ahead: bool) -> None:
+    limits = load(folder, run_ahead=choice).conductor.limits
+    assert (limits.run_ahead, limits.mixed_steps) == (ahead, True)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_running_ahead_and_mixing_change_no_token(folder: Path, mixed: bool) -> None:
+    requests = [request([n, n + 1, n + 2][: 1 + n % 3], seed=n, temperature=float(n % 2)) for n in range(9)]
+    plain = run(load(folder, run_ahead="off", mixed_steps=False, deterministic=True), *requests)
+    core = load(folder, run_ahead="on", mixed_steps=mixed, deterministic=True)
+    assert run(core, *requests) == plain
+
+
+def test_a_cached_prefix_is_counted_and_changes_no_token(folder: Path) -> None:
+    core = load(folder, page_size=4, deterministic=True)
+    prompt = list(range(1, 15))
+    (first,) = run(core, request(prompt))
+    (second,) = run(core, request(prompt))
+    assert first == second
+    assert core.conductor.counters.prompt_tokens == 28
+    assert core.conductor.counters.cached_prompt_tokens == 12
+    assert run(load(folder, page_size=4, prefix_cache=False, deterministic=True), request(prompt)) == [first]
+
+
+def test_no_more_requests_run_than_the_sampler_has_rows_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSTAR_SAMPLER_INGRAPH_SCATTER", "1")
+    monkeypatch.setenv("MSTAR_SAMPLER_SLOTS", "2")
+    core = load(folder)
+    for n in range(4):
+        core.submit(request([n + 1]))
+    assert (core.info.max_running_requests, core.conductor.num_running, core.conductor.num_queued) == (2, 2, 2)

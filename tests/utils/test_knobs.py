@@ -7,12 +7,17 @@ from mstar.utils import knobs
 FUNCTIONS = {
     "MSTAR_DEVICE_LOOPBACK": (knobs.device_loopback_enabled, True),
     "MSTAR_INGRAPH_DECODE_ROPE": (knobs.ingraph_decode_rope, False),
+    "MSTAR_KV_ADMISSION_FIT": (knobs.kv_admission_fit, None),
+    "MSTAR_KV_ADMISSION_ORDER": (knobs.kv_admission_order, None),
+    "MSTAR_KV_BACKFILL_WINDOW": (knobs.kv_backfill_window, None),
     "MSTAR_KV_CHAIN_LAZY_STEPS": (knobs.kv_chain_lazy_steps, 16),
     "MSTAR_KV_PINNED_INDPTRS": (knobs.kv_pinned_indptrs, False),
     "MSTAR_KV_PLAN_CACHE": (knobs.kv_plan_cache, 0),
     "MSTAR_SAMPLER_INGRAPH_SCATTER": (knobs.sampler_ingraph_scatter, False),
     "MSTAR_SAMPLER_SLOTS": (knobs.sampler_slots, 4096),
     "MSTAR_GRAPH_COMPILE_MODE": (knobs.graph_compile_mode, None),
+    "MSTAR_GRAPH_STRICT": (knobs.graph_strict, False),
+    "MSTAR_PRE_PLAN_SPEC": (knobs.pre_plan_spec, False),
     "MSTAR_REQUIRE_ACCELERATOR_GRAPHS": (knobs.require_accelerator_graphs, False),
     "MSTAR_NUM_SLOTS": (knobs.num_slots, 2),
     "MSTAR_KV_DEBUG_ASSERTS": (knobs.kv_debug_asserts, False),
@@ -51,6 +56,7 @@ def test_booleans(monkeypatch, name):
         ("MSTAR_SAMPLER_SLOTS", {"1": 1, "8192": 8192}, ["0", "-3", "1e3"]),
         ("MSTAR_KV_PLAN_CACHE", {"0": 0, "1": 1, "2": 2}, ["3", "-1", "on"]),
         ("MSTAR_NUM_SLOTS", {"1": 1, "3": 3}, ["0", "two"]),
+        ("MSTAR_KV_BACKFILL_WINDOW", {"1": 1, "64": 64}, ["0", "-1", "all"]),
     ],
 )
 def test_integers(monkeypatch, name, good, bad):
@@ -61,6 +67,18 @@ def test_integers(monkeypatch, name, good, bad):
     for text in bad:
         monkeypatch.setenv(name, text)
         with pytest.raises(ValueError, match=f"^{name}="):
+            function()
+
+
+@pytest.mark.parametrize("name", [k for k, v in knobs.KNOBS.items() if v.choices])
+def test_choices(monkeypatch, name):
+    function = FUNCTIONS[name][0]
+    for text in knobs.KNOBS[name].choices:
+        monkeypatch.setenv(name, text)
+        assert function() == text
+    for text in ("all", "SUM", "1"):
+        monkeypatch.setenv(name, text)
+        with pytest.raises(ValueError, match=f"{name}='{text}': must be one of"):
             function()
 
 

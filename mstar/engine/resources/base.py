@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mstar.engine.resources.step import ADMITTED, AdmitOutcome, BucketKey, ResourceStep, StepContext
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
@@ -46,7 +47,8 @@ class Resource(ABC):
     All hooks run on the engine's step thread unless noted; rows are the engine's master rows.
     """
 
-    force_double_buffer: bool = False
+    force_double_buffer: bool = False  # stages through a reused host buffer behind an async copy: needs 2 slots
+    has_slot_masters: bool = False  # keeps every row's last token on the device, for the row's next step
 
     @classmethod
     @abstractmethod
@@ -70,13 +72,78 @@ class Resource(ABC):
     def commit(self, step: ResourceStep, ctx: StepContext) -> None:
         """Makes the step's effects durable, after its forward was submitted."""
 
+    def abandon(self, step: ResourceStep, ctx: StepContext) -> None:
+        """Instead of :meth:`commit`, for an admitted step that another resource refused or whose plan or forward
+        failed: undoes what the forward itself moved, so that the rows may run again."""
+
     def reset_rows(self, request_ids: Sequence[int], rows: Sequence[int], free: bool = False) -> None:
         """Padding rows only: back to length 0; with ``free`` they own nothing afterwards."""
 
-    supports_preplan: bool = False
+    # Planning one step ahead, on another slot than the running step's.
+
+    supports_preplan: bool = False  # every dependency must, too
+
+    def promote_preplan(self, step: ResourceStep, ctx: StepContext) -> Any:
+        """Instead of :meth:`plan`, when this very step was planned ahead: the staged result, completed with what only
+        the previous commit settles."""
+        raise NotImplementedError(f"{type(self).__name__} plans nothing ahead")
 
     def clear_preplan(self) -> None:
-        """Undoes a staged plan that will not be used."""
+        """Undoes a staged plan that will not be used: its forks, counters and labels."""
+
+    # Transfers and durable state.
+
+    def admit_retrieve(self, request_id: int, node: str, graph_walk: str, published: Any) -> AdmitOutcome:
+        """Whether what the request needs from elsewhere has arrived; may start a transfer."""
+        return ADMITTED
+
+    def publish(self, request_id: int) -> Any:
+        """After the step's event: state that other steps or workers may rely on."""
+        return None
+
+    # Moving a request's state to the host and back; who is moved is decided elsewhere.
+
+    supports_eviction: bool = False
+
+    def is_offloaded(self, request_id: int) -> bool:
+        return False
+
+    def offload(self, request_id: int) -> bool:
+        """Copies the request's state to the host and frees it here; False (and no effect) when it cannot."""
+        return False
+
+    def can_reload(self, request_id: int) -> bool:
+        return False
+
+    def reload(self, request_id: int) -> bool:
+        """Brings an offloaded request back; False (and no effect) when there is no room now."""
+        return False
+
+    def reclaimable(self, request_id: int) -> int:
+        """Pages that offloading the request would free."""
+        return 0
+
+    def get_offload_priority(self, request_id: int) -> float:
+        """Higher is offloaded first."""
+        return 0.0
+
+    # Reusing what an earlier request left behind.
+
+    prefix_skip_safe: bool = True  # a step that starts behind a cached prefix gives what the whole prompt would
+
+    def enable_prefix_cache(self, request_id: int) -> bool:
+        """Whether this resource holds a prefix cache and the request may use it."""
+        return False
+
+    def resolve_cached_prefix(self, request_id: int) -> int:
+        """Leading tokens of the request's prompt that are cached; leases them.  Asked again, it answers the same."""
+        return 0
+
+    def apply_cached_prefix(self, request_id: int, row: int, matched_len: int) -> None:
+        """The request's first step will begin behind ``matched_len`` (>= 0) cached tokens."""
+
+    def extend_prefix_chains(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Sampled tokens int64 [n] that the requests on master rows ``rows`` [n] kept."""
 
     def build_accelerator_graph_buffers(self, buckets: Sequence[BucketKey], max_bs: int, max_seq_len: int) -> None:
         """Static buffers for these buckets; only grows, and only before any capture."""

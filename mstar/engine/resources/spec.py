@@ -28,6 +28,10 @@ class NodeResourceSpec:
         """The builder, imported inside the property so that a declaration stays free of kernels."""
         raise TypeError(f"{type(self).__name__} names no resource_class")
 
+    def max_requests(self) -> int | None:
+        """Most requests this resource has room for at one time, whatever they need; None is no bound."""
+        return None
+
     def apply_yaml_overrides(self, **overrides: Any) -> NodeResourceSpec:
         """A spec with the named settings replaced.
 

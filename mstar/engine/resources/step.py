@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
+
+MAIN_LABEL = "main"
 
 
 class Segment(NamedTuple):
@@ -73,13 +74,30 @@ class SlotLease:
     bucket: BucketKey
 
 
+@dataclass(frozen=True, eq=False)
+class LabelRows:
+    """The segments of one label as arrays, in the order they were declared: real requests first, then padding.
+
+    ``rows`` int64 [n] master rows, ``spans`` int64 [n] new tokens.
+    """
+
+    label: str
+    request_ids: tuple[int, ...]
+    rows: np.ndarray
+    spans: np.ndarray
+    num_real: int
+
+
 @dataclass
 class StepContext:
     """Engine-owned facts of the step in progress, the same for every resource.
 
     ``rows[i]`` is the master row of padded batch row ``i`` and ``spans[i]`` its new tokens; both int64 and of
     padded length.  Master rows of real requests lie in ``[0, capacity)``, those of padding rows above.
+    ``is_packed``: the leased bucket has one token axis for ragged rows.  ``pads_tokens``: its forward sees
+    ``bucket.num_tokens`` tokens however few are real; static views are of that length then.
     ``plan_results`` holds what each resource's ``plan`` returned, for the resources planned after it.
+    ``label_cache`` outlives the step where its declaration does.
     """
 
     graph_walk: str
@@ -91,8 +109,11 @@ class StepContext:
     capture: bool = False
     is_preplan: bool = False
     slot_lease: SlotLease | None = None
+    is_packed: bool = False
+    pads_tokens: bool = False
     piecewise_leases: dict[str, SlotLease] = field(default_factory=dict)
     plan_results: dict[str, Any] = field(default_factory=dict)
+    label_cache: dict[int, dict[str, LabelRows]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.padded_request_ids:
@@ -102,6 +123,45 @@ class StepContext:
     def num_real(self) -> int:
         """Rows that belong to requests; the rest of ``rows`` is padding."""
         return len(self.request_ids)
+
+    def labels(self, step: ResourceStep) -> dict[str, LabelRows]:
+        """The step's segments by label, in order of first appearance; without segments, every row under "main".
+
+        Raises:
+            KeyError: a segment of a request that is no row of the batch.
+        """
+        key = 0 if step.segments is None else id(step.segments)
+        found = self.label_cache.get(key)
+        if found is None:
+            found = self.label_cache[key] = self._labels(step.segments)
+        return found
+
+    def padded_tokens(self, spans: np.ndarray, num_plans: int = 1) -> int:
+        """Tokens of one of ``num_plans`` equal plan labels as the forward sees them, padding included."""
+        total = int(spans.sum())
+        if not self.pads_tokens or total == 0 or self.slot_lease is None:
+            return total
+        return self.slot_lease.bucket.num_tokens // num_plans
+
+    def _labels(self, segments: tuple[Segment, ...] | None) -> dict[str, LabelRows]:
+        if segments is None:
+            rows = LabelRows(MAIN_LABEL, self.padded_request_ids, self.rows, self.spans, self.num_real)
+            return {MAIN_LABEL: rows}
+        by_label: dict[str, list[Segment]] = {}
+        for segment in segments:
+            by_label.setdefault(segment.label, []).append(segment)
+        row_of = dict(zip(self.padded_request_ids, self.rows.tolist(), strict=True))
+        real = set(self.request_ids)
+        return {
+            label: LabelRows(
+                label,
+                tuple(s.request_id for s in group),
+                np.array([row_of[s.request_id] for s in group], np.int64),
+                np.array([s.span for s in group], np.int64),
+                sum(s.request_id in real for s in group),
+            )
+            for label, group in by_label.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""LLVM IR of paged decode attention.
+"""LLVM IR of paged attention, one query token at a time.
 
 Per item: the scores of every position, in blocks of as many positions as a vector has lanes, so that one vector holds
 a block's scores; their peak; their exponentials and total; the weighted sum of the values.
@@ -13,14 +13,15 @@ from mstar.kernels.cpu.ir import IrFunction
 from mstar.kernels.cpu.ir_math import exp
 from mstar.kernels.cpu.jit import ir
 
-# What `worker` takes, 8 bytes each.  Strides in elements; `pages` int32 [rows, pages_stride]; `lengths` and `firsts`
-# (the first position a row sees) int64 [rows]; `costs` int64 [rows + 1], cumulative cost of one kv head of each row;
-# `scores` fp32 [threads, group, scores_stride], scratch.
+# What `worker` takes, 8 bytes each.  Strides in elements; `pages` int32, the pages of all rows; `page_starts` int32
+# [rows], where in it a row's pages begin; `lengths` (the position after the last one a row sees) and `firsts` (the
+# first one) int64 [rows]; `costs` int64 [rows + 1], cumulative cost of one kv head of each row; `scores` fp32 [threads,
+# group, scores_stride], scratch; `stores` 1 to store k and v at each row's last position first, else 0.
 ARGUMENTS = (
     *("q", "k", "v", "out", "layer", "q_stride", "k_stride", "v_stride"),
-    *("pages", "lengths", "firsts", "costs", "scores", "rows", "pages_stride", "scores_stride"),
+    *("pages", "page_starts", "lengths", "firsts", "costs", "scores", "rows", "scores_stride", "stores"),
 )
-_POINTERS = frozenset({"q", "k", "v", "out", "layer", "pages", "lengths", "firsts", "costs", "scores"})
+_POINTERS = frozenset({"q", "k", "v", "out", "layer", "pages", "page_starts", "lengths", "firsts", "costs", "scores"})
 _ACCUMULATORS = {16: 24, 8: 12}  # vectors held at once by lanes: of 32 registers and of 16
 
 
@@ -61,37 +62,39 @@ def _define_worker(module: Any, item: Any, group: int, kv_heads: int, dim: int, 
                     f.at(f.at(a["v"], b.mul(row, a["v_stride"])), column),
                     f.at(f.at(a["out"], out_row), q_column),
                     f.at(a["layer"], column),
-                    f.at(a["pages"], b.mul(row, a["pages_stride"])),
+                    f.at(a["pages"], b.sext(f.load(a["page_starts"], row, f.i32), f.i64), f.i32),
                     f.load(a["firsts"], row, f.i64),
                     f.load(a["lengths"], row, f.i64),
                     scores,
                     a["scores_stride"],
+                    a["stores"],
                 ]
                 b.call(item, arguments)
     b.ret_void()
 
 
 class _Item(IrFunction):
-    """Builds `item(q, k, v, out, layer, pages, first, length, scores, scores_stride)`; every pointer but ``pages``
-    and ``scores`` stands at its row and head."""
+    """Builds `item(q, k, v, out, layer, pages, first, length, scores, scores_stride, stores)`; every pointer but
+    ``pages`` and ``scores`` stands at its row and head."""
 
     def __init__(self, module: Any, group: int, kv_heads: int, dim: int, page_size: int, lanes: int) -> None:
         self.group, self.dim, self.page_size = group, dim, page_size
         self.token = kv_heads * dim  # elements from one token of a page to the next
         pointer = ir.PointerType()
-        kinds = [pointer] * 6 + [ir.IntType(64)] * 2 + [pointer, ir.IntType(64)]
+        kinds = [pointer] * 6 + [ir.IntType(64)] * 2 + [pointer] + [ir.IntType(64)] * 2
         super().__init__(module, lanes, "item", kinds)
         self.q, self.k, self.v, self.out, self.layer, self.pages = self.function.args[:6]
-        self.first, self.length, self.scores, self.scores_stride = self.function.args[6:]
+        self.first, self.length, self.scores, self.scores_stride, stores = self.function.args[6:]
         self.block_first = self.b.and_(self.first, self.long(-lanes))
-        self._store_new()
+        with self.b.if_then(self.b.icmp_signed("!=", stores, self.long(0))):
+            self._store_new()
         self._score_pass()
         totals = self._exp_pass(self._peak_pass())
         self._value_pass(totals)
         self.b.ret_void()
 
     def _page(self, page: Any) -> Any:
-        """The keys of entry ``page`` of the row's table; its values lie ``page_size`` tokens further."""
+        """The keys of the row's page number ``page``; its values lie ``page_size`` tokens further."""
         entry = self.load(self.pages, page, self.i32)
         return self.at(self.layer, self.b.mul(self.b.zext(entry, self.i64), self.long(2 * self.page_size * self.token)))
 
@@ -201,7 +204,10 @@ class _Item(IrFunction):
 
     def _value_pass(self, totals: Sequence[Any]) -> None:
         b = self.b
-        inverses = [self.splat(b.fdiv(self.constant(1.0), total)) for total in totals]
+        zero, one = self.constant(0.0), self.constant(1.0)  # without a position the total is 0, and so is the result
+        inverses = [
+            self.splat(b.select(b.fcmp_ordered("==", total, zero), zero, b.fdiv(one, total))) for total in totals
+        ]
         held = max(1, _ACCUMULATORS[self.lanes] // self.group) * self.lanes
         for begin in range(0, self.dim, held):
             columns = range(begin, min(self.dim, begin + held), self.lanes)

@@ -52,9 +52,12 @@ class PanelKernel:
         """
         self._worker(words(x, weight, bias, y, rows, in_features, out_features, scratch), threads)
 
-    def scratch_size(self, rows: int, in_features: int, threads: int) -> int:
-        """fp32 values that a call overwrites: one panel per thread where quantised panels meet several tiles."""
-        return 0 if self.format is FLOAT or rows <= self._tile_rows else threads * in_features * self.panel
+    def scratch_size(self, in_features: int, threads: int) -> int:
+        """fp32 values that a call may overwrite: one panel per thread, for quantised panels that meet several tiles.
+
+        The same for any number of rows, so that a step's allocations do not tell its rows.
+        """
+        return 0 if self.format is FLOAT else threads * in_features * self.panel
 
 
 def panel_kernel(weights: PanelFormat = FLOAT) -> PanelKernel | None:

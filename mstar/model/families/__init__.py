@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mstar.model.families import llama, qwen2, qwen3
+from mstar.model.families import llama, mistral, qwen2, qwen3
 from mstar.model.families.base import Family
 from mstar.utils.errors import LoadError
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
+FAMILIES: tuple[Family, ...] = (llama.FAMILY, mistral.FAMILY, qwen2.FAMILY, qwen3.FAMILY)
 BY_HF_NAME = {name: family for family in FAMILIES for name in family.hf_architectures}
 BY_GGUF_NAME = {name: family for family in FAMILIES for name in family.gguf_architectures}
 

@@ -7,5 +7,6 @@ FAMILY = Family(
     hf_architectures=("Qwen2ForCausalLM",),
     gguf_architectures=("qwen2",),
     default_max_positions=32768,
+    default_sliding_window=4096,
     qkv_bias=True,
 )

@@ -7,6 +7,7 @@ FAMILY = Family(
     hf_architectures=("Qwen3ForCausalLM",),
     gguf_architectures=("qwen3",),
     default_max_positions=32768,
+    default_sliding_window=4096,
     default_head_dim=128,
     qk_norm=True,
 )

@@ -18,7 +18,22 @@ CAPACITY = 8
 class Rig:
     """All four resources, built small.  Requests are master rows ``0 .. 7``, padding rows ``8 .. 15``."""
 
-    def __init__(self, *, pages=64, page_size=4, max_seq_len=200, layers=2, kv_heads=2, group=3, dim=16, window=None):
+    def __init__(
+        self,
+        *,
+        pages=64,
+        page_size=4,
+        max_seq_len=200,
+        layers=2,
+        kv_heads=2,
+        group=3,
+        dim=16,
+        window=None,
+        deterministic=False,
+        device="cpu",
+        positions=None,
+        **kv_options,
+    ):
         kv = PagedKVConfig(
             num_layers=layers,
             num_kv_heads=kv_heads,
@@ -27,16 +42,17 @@ class Rig:
             max_seq_len=max_seq_len,
             max_num_pages=pages,
             page_size=page_size,
+            **kv_options,
         )
         nodes = {"LLM"}
         self.specs = [
             SamplerSpec("sampler", nodes, VOCAB, enable_min_p=True, enable_top_p_first=True),
             PagedKVSpec("kv_cache", nodes, kv),
-            AttentionSpec("attn", nodes, AttentionConfig(sliding_window=window)),
-            PositionSpec("rope", nodes, PositionConfig(rope_theta=1000.0)),
+            AttentionSpec("attn", nodes, AttentionConfig(sliding_window=window, deterministic=deterministic)),
+            PositionSpec("rope", nodes, positions or PositionConfig(rope_theta=1000.0)),
         ]
         info = EngineResourceInfo(
-            device=torch.device("cpu"),
+            device=torch.device(device),
             dtype=torch.float32,
             kv_dtype=torch.float32,
             capacity=CAPACITY,
@@ -63,9 +79,12 @@ class Rig:
         for resource in self.resources.values():
             resource.remove_request(rid, row)
 
-    def context(self, rids, spans, padding=0, slot=None):
-        padded = (*rids, *(-2 - i for i in range(padding)))
-        lease = None if slot is None else SlotLease(slot, BucketKey("decode", len(padded), sum(spans)))
+    def context(self, rids, spans, padding=0, slot=None, *, bucket_tokens=None, first_padding=0, **flags):
+        """``spans`` of real and padding rows; a slot makes it a leased step, of a bucket of ``bucket_tokens`` tokens
+        that the forward sees whole when given.  ``flags`` are fields of :class:`StepContext`."""
+        padded = (*rids, *(-2 - first_padding - i for i in range(padding)))
+        tokens = sum(spans) if bucket_tokens is None else bucket_tokens
+        lease = None if slot is None else SlotLease(slot, BucketKey("decode", len(padded), tokens))
         return StepContext(
             "decode",
             tuple(rids),
@@ -74,6 +93,8 @@ class Rig:
             padded_request_ids=padded,
             slot=slot or 0,
             slot_lease=lease,
+            pads_tokens=bucket_tokens is not None,
+            **flags,
         )
 
     def step(self, *keys, kept_rids=None, apply_filters=True):

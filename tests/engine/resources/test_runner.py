@@ -1,5 +1,6 @@
 """Resources are built and driven in dependency order; a refusal is named and stops the round."""
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
@@ -16,6 +17,7 @@ from .drive import Rig
 @dataclass(frozen=True)
 class Spec(NodeResourceSpec):
     needs: tuple[str, ...] = ()
+    ahead: bool = False
 
     def depends_on(self):
         return self.needs
@@ -26,12 +28,14 @@ class Spec(NodeResourceSpec):
 
 
 class Recorder(Resource):
-    def __init__(self, key, info):
-        self.key, self.info, self.calls, self.outcome = key, info, [], ADMITTED
+    def __init__(self, spec, info):
+        self.key, self.info, self.calls, self.outcome = spec.resource_key, info, [], ADMITTED
+        self.supports_preplan = spec.ahead
+        self.log = None  # calls of all resources, in order
 
     @classmethod
     def build(cls, spec, info):
-        return cls(spec.resource_key, info)
+        return cls(spec, info)
 
     def admit(self, step, ctx):
         self.calls.append("admit")
@@ -44,9 +48,23 @@ class Recorder(Resource):
     def commit(self, step, ctx):
         self.calls.append("commit")
 
+    def promote_preplan(self, step, ctx):
+        self.calls.append(("promote", tuple(ctx.plan_results)))
+        return f"staged plan of {self.key}"
 
-def spec(key, *needs):
-    return Spec(key, {"LLM"}, needs)
+    def clear_preplan(self):
+        self.calls.append("clear")
+        if self.log is not None:
+            self.log.append(self.key)
+
+    def abandon(self, step, ctx):
+        self.calls.append("abandon")
+        if self.log is not None:
+            self.log.append(self.key)
+
+
+def spec(key, *needs, ahead=False):
+    return Spec(key, {"LLM"}, needs, ahead)
 
 
 def recorders(*specs):
@@ -115,8 +133,71 @@ def test_admit_stops_at_the_first_refusal_and_names_it(outcome):
     assert resources["c"].calls == []
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_those_that_admitted_a_step_that_comes_to_nothing_abandon_it(raises):
+    resources, runner = recorders(spec("a"), spec("b"), spec("c"), spec("d"))
+    resources["c"].outcome = None if raises else AdmitOutcome(ready=False)  # None has no ``ok``
+    with pytest.raises(AttributeError) if raises else contextlib.nullcontext():
+        assert runner.admit(whole_step("a", "b", "c", "d"), Rig().context([], []))[1] == "c"
+    assert {key: resource.calls for key, resource in resources.items()} == {
+        "a": ["admit", "abandon"],
+        "b": ["admit", "abandon"],
+        "c": ["admit"],
+        "d": [],
+    }
+
+
 @pytest.mark.parametrize("hook", ["admit", "plan", "commit"])
 def test_an_unknown_key_in_a_step_is_an_error(hook):
     _, runner = recorders(spec("a"))
     with pytest.raises(KeyError, match="nope"):
         getattr(runner, hook)(whole_step("a", "nope"), Rig().context([], []))
+
+
+def ahead(key, *needs):
+    return spec(key, *needs, ahead=True)
+
+
+def preplan_context():
+    ctx = Rig().context([], [])
+    ctx.is_preplan = True
+    return ctx
+
+
+def test_a_resource_that_plans_ahead_needs_dependencies_that_do():
+    recorders(ahead("a", "b"), ahead("b"), spec("c", "a"))
+    with pytest.raises(ValueError, match="'a' plans ahead, 'b' that it depends on does not"):
+        recorders(ahead("a", "b"), spec("b"))
+
+
+def test_only_those_that_plan_ahead_are_driven_ahead_and_only_the_others_inline():
+    resources, runner = recorders(ahead("a", "b"), ahead("b"), spec("c"))
+    step, early, late = whole_step("a", "b", "c"), preplan_context(), Rig().context([], [])
+    assert runner.pre_admit(step, early) == (ADMITTED, None)
+    runner.pre_plan(step, early)
+    assert early.plan_results == {"b": "plan of b", "a": "plan of a"}
+    assert resources["c"].calls == []
+    assert runner.admit(step, late, promoted=True) == (ADMITTED, None)
+    runner.plan(step, late, promoted=True)
+    assert late.plan_results == {"b": "staged plan of b", "a": "staged plan of a", "c": "plan of c"}
+    assert resources["a"].calls == ["admit", ("plan", ("b",)), ("promote", ("b",))]
+    assert resources["c"].calls == ["admit", ("plan", ("b", "a"))]
+
+
+def test_a_refusal_ahead_is_named():
+    resources, runner = recorders(ahead("a"), ahead("b"))
+    resources["a"].outcome = AdmitOutcome(ready=False)
+    assert runner.pre_admit(whole_step("a", "b"), preplan_context()) == (AdmitOutcome(ready=False), "a")
+    assert resources["b"].calls == []
+
+
+@pytest.mark.parametrize(("undo", "undone"), [("clear", ["a", "b"]), ("abandon", ["a", "b", "c"])])
+def test_undoing_begins_with_those_that_others_were_planned_for(undo, undone):
+    resources, runner = recorders(ahead("a", "b"), ahead("b"), spec("c"))
+    log = []
+    for resource in resources.values():
+        resource.log = log
+    arguments = (whole_step("a", "b", "c"), Rig().context([], [])) if undo == "abandon" else ()
+    getattr(runner, undo)(*arguments)
+    assert sorted(log) == undone
+    assert log.index("a") < log.index("b")

@@ -2,17 +2,30 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar.engine.resources.sampler.config import SamplingReqConfig
-from mstar.engine.resources.sampler.manager import SamplerManager
+from mstar.engine.resources.base import EngineResourceInfo
+from mstar.engine.resources.runner import build_resources
+from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
+from mstar.engine.resources.step import BucketKey, SlotLease, StepContext
 
-from .drive import CAPACITY, VOCAB, Rig
-
+VOCAB, CAPACITY = 97, 8
+PLAIN = SamplerStep()
 SAMPLED = SamplingReqConfig(temperature=1.0, _seed=5)
+SCATTER = "MSTAR_SAMPLER_INGRAPH_SCATTER"
+PATHS = pytest.mark.parametrize(
+    ("in_graph", "slot"),
+    [
+        pytest.param(False, None, id="eager"),
+        pytest.param(False, 0, id="leased"),
+        pytest.param(True, None, id="in-graph-eager"),
+        pytest.param(True, 0, id="in-graph"),
+    ],
+)
 
 
 def logits_of(rid, draw):
@@ -21,29 +34,76 @@ def logits_of(rid, draw):
 
 
 class Session:
-    """A sampler fed with each request's own logits."""
+    """A sampler alone, fed with each request's own logits.  Requests are master rows 0 .. 7, padding rows 8 .. 15."""
 
-    def __init__(self):
-        self.rig = Rig(pages=256)
-        self.rig.reserve(8, 8)
+    def __init__(self, in_graph=False, slots="64"):
+        spec = SamplerSpec("sampler", {"LLM"}, VOCAB, enable_min_p=True, enable_top_p_first=True)
+        info = EngineResourceInfo(torch.device("cpu"), torch.float32, torch.float32, CAPACITY, CAPACITY, num_slots=2)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv(SCATTER, str(int(in_graph)))
+            environment.setenv("MSTAR_SAMPLER_SLOTS", slots)
+            self.sampler = build_resources([spec], info)["sampler"]
+        self.sampler.build_accelerator_graph_buffers([], CAPACITY, CAPACITY)
+        self.row_of = {-2 - i: CAPACITY + i for i in range(CAPACITY)}
+        for rid, row in self.row_of.items():
+            self.sampler.ingest_request(rid, row, None)
         self.tokens = {}
 
     def join(self, rid, row, config=SAMPLED):
-        self.rig.join(rid, row, sampling=config)
-        self.tokens[rid] = []
+        self.row_of[rid] = row
+        self.sampler.ingest_request(rid, row, config)
+        self.tokens.setdefault(rid, [])
 
-    def step(self, rids, padding=0, kept=None, **context):
-        def forward(rig, ctx):
-            return rig.sampler.sample(
-                torch.stack([logits_of(r, len(self.tokens.get(r, ()))) for r in ctx.padded_request_ids])
-            ).tolist()
+    def leave(self, rid):
+        self.sampler.remove_request(rid, self.row_of.pop(rid))
+        self.tokens.pop(rid)
 
-        step = self.rig.step("sampler", kept_rids=kept)
-        drawn = self.rig.run(rids, [1] * (len(rids) + padding), forward, step=step, padding=padding, **context)
+    def context(self, rids, padding=0, slot=None, walk="decode"):
+        padded = (*rids, *(-2 - i for i in range(padding)))
+        lease = None if slot is None else SlotLease(slot, BucketKey(walk, len(padded), len(padded)))
+        rows = np.array([self.row_of[rid] for rid in padded], np.int64)
+        spans = np.ones(len(padded), np.int64)
+        return StepContext(walk, tuple(rids), rows, spans, padded, slot or 0, slot_lease=lease)
+
+    def forward(self, ctx):
+        rows = [logits_of(rid, len(self.tokens.get(rid, ()))) for rid in ctx.padded_request_ids]
+        return self.sampler.sample(torch.stack(rows)).tolist()
+
+    def run(self, rids, forward, step=PLAIN, **context):
+        ctx = self.context(rids, **context)
+        self.sampler.plan(step, ctx)
+        result = forward(ctx)
+        self.sampler.commit(step, ctx)
+        return result
+
+    def step(self, rids, kept=None, **context):
+        drawn = self.run(rids, self.forward, SamplerStep(kept_rids=kept), **context)
         for rid, token in zip(rids, drawn, strict=False):
             if kept is None or rid in kept:
                 self.tokens[rid].append(token)
         return drawn
+
+    def offset_of(self, row):
+        """Where the next draw of a request on ``row`` will be made, as the device and the host know it."""
+        offset = self.sampler._masters.offset[row].item()
+        assert self.sampler.offset_of(row) == offset
+        return offset
+
+    def draw(self, rid, times=1, step=PLAIN, **context):
+        """Draws of one step in which every token is as likely."""
+        flat = torch.zeros(1, VOCAB)
+        return self.run([rid], lambda ctx: [self.sampler.sample(flat).item() for _ in range(times)], step, **context)
+
+    def last_tokens(self, rids, **context):
+        read = lambda ctx: self.sampler.loopback_tokens().tolist()  # noqa: E731
+        return self.run(rids, read, walk="read", **context)
+
+    def state(self, row):
+        """Every byte that belongs to a master row."""
+        masters = self.sampler._masters
+        columns = [master[row] for master in self.sampler._settings._masters.values()]
+        columns += [masters.offset[row].numpy(), masters.last_token[row].numpy(), self.sampler._draws[row]]
+        return b"".join(column.tobytes() for column in columns)
 
 
 def alone(rid, config, count):
@@ -55,113 +115,176 @@ def alone(rid, config, count):
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_tokens_do_not_depend_on_row_neighbours_padding_or_slot(data):
+@given(data=st.data(), in_graph=st.booleans())
+def test_tokens_do_not_depend_on_row_neighbours_padding_slot_or_path(data, in_graph):
     configs = {
         1: SamplingReqConfig(temperature=1.0, _seed=1),
         2: SamplingReqConfig(temperature=0.0, _seed=2),
         3: SamplingReqConfig(temperature=0.7, top_k=5, top_p=0.9, min_p=0.02, _seed=3),
         4: SamplingReqConfig(temperature=1.3, top_p=0.8, top_p_first=True, top_k=30, top_p_min_keep=2, _seed=4),
     }
-    session = Session()
+    session = Session(in_graph)
     rows = data.draw(st.permutations(range(CAPACITY)))
     for rid, config in configs.items():
         session.join(rid, rows[rid], config)
     for _ in range(8):
         rids = data.draw(st.lists(st.sampled_from(sorted(configs)), min_size=1, unique=True))
-        session.step(rids, padding=data.draw(st.integers(0, 3)), slot=data.draw(st.sampled_from([None, 0, 1])))
+        kept = data.draw(st.none() | st.frozensets(st.sampled_from(rids)))
+        slot = data.draw(st.sampled_from([None, 0, 1]))
+        session.step(rids, padding=data.draw(st.integers(0, 3)), slot=slot, kept=kept)
     for rid, config in configs.items():
         assert session.tokens[rid] == alone(rid, config, len(session.tokens[rid]))
+        assert session.offset_of(rows[rid]) == len(session.tokens[rid])
 
 
-def test_the_offset_counts_kept_draws_and_never_freezes():
-    session = Session()
+@PATHS
+def test_the_offset_counts_kept_draws_and_never_freezes(in_graph, slot):
+    session = Session(in_graph)
     session.join(1, 3)
-    flat = torch.zeros(1, VOCAB)
-    drawn = [
-        session.rig.run([1], [1], lambda rig, ctx: rig.sampler.sample(flat).item(), step=session.rig.step("sampler"))
-        for _ in range(10)
-    ]
-    assert session.rig.sampler.offset[3] == 10
+    drawn = [token for _ in range(10) for token in session.draw(1, slot=slot)]
+    assert session.offset_of(3) == 10
     assert len(set(drawn)) > 1
 
 
-@pytest.mark.parametrize("slot", [None, 0])
-def test_a_dropped_row_draws_but_keeps_nothing(slot):
-    session = Session()
+@PATHS
+def test_each_draw_of_one_forward_has_an_offset_of_its_own(in_graph, slot):
+    session = Session(in_graph)
+    session.join(1, 3)
+    drawn = session.draw(1, times=3, slot=slot) + session.draw(1, times=3, slot=slot)
+    assert session.offset_of(3) == 6
+    session.leave(1)
+    session.join(1, 3)
+    assert drawn == [token for _ in range(6) for token in session.draw(1, slot=slot)]
+
+
+@PATHS
+def test_a_dropped_row_draws_but_keeps_nothing(in_graph, slot):
+    session = Session(in_graph)
     session.join(1, 0)
     session.join(2, 1)
     session.step([1, 2], slot=slot)
-    sampler = session.rig.sampler
-    before = sampler.offset[0].item(), sampler.last_token[0].item()
-    first = session.step([1, 2], kept=frozenset({2}), slot=slot)[0]
-    assert (sampler.offset[0].item(), sampler.last_token[0].item()) == before
-    assert sampler.offset[1] == 2
-    assert session.step([1, 2], slot=slot)[0] == first, "the draw that was dropped is drawn again"
+    before = session.state(0)
+    session.step([1, 2], kept=frozenset({2}), slot=slot)
+    assert session.state(0) == before
+    assert session.offset_of(1) == 2
     session.step([1, 2], kept=frozenset(), slot=slot)
-    assert sampler.offset[:2].tolist() == [2, 3]
+    assert [session.offset_of(row) for row in (0, 1)] == [1, 2]
+    session.step([1, 2], slot=slot)
+    assert session.tokens[1] == alone(1, SAMPLED, 2)
+    assert session.tokens[2] == alone(2, SAMPLED, 3)
 
 
-def test_a_step_that_samples_nothing_leaves_the_state_alone():
-    session = Session()
+@PATHS
+def test_a_step_that_samples_nothing_leaves_the_state_alone(in_graph, slot):
+    session = Session(in_graph)
     session.join(1, 0)
-    session.step([1])
-    session.rig.run([1], [1], step=session.rig.step("sampler"))
-    assert session.rig.sampler.offset[0] == 1
+    session.step([1], slot=slot)
+    before = session.state(0)
+    session.run([1], lambda ctx: None, slot=slot, walk="encode")
+    assert session.state(0) == before
 
 
-def test_padding_rows_keep_nothing():
-    session = Session()
-    session.join(1, 0)
-    session.step([1], padding=3, slot=0)
-    assert not session.rig.sampler.offset[CAPACITY:].any()
-    assert not session.rig.sampler.last_token[CAPACITY:].any()
-    assert session.rig.sampler.offset[:CAPACITY].sum() == 1
-
-
-def test_loopback_tokens_are_each_rows_last_in_planned_order():
-    session = Session()
+@PATHS
+def test_loopback_tokens_are_each_rows_last_in_planned_order(in_graph, slot):
+    session = Session(in_graph)
     session.join(1, 6)
     session.join(2, 2)
-    session.step([1, 2])
-    last = {rid: tokens[-1] for rid, tokens in session.tokens.items()}
-    step = session.rig.step("sampler")
-    for slot in (None, 1):
-        read = lambda rig, ctx: rig.sampler.loopback_tokens().tolist()  # noqa: E731
-        assert session.rig.run([2, 1], [1, 1, 1], read, step=step, padding=1, slot=slot) == [last[2], last[1], 0]
+    assert session.last_tokens([1, 2], slot=slot) == [0, 0], "a new request has none"
+    for _ in range(3):
+        session.step([1, 2], slot=slot)
+        last = {rid: tokens[-1] for rid, tokens in session.tokens.items()}
+        assert session.last_tokens([2, 1], slot=slot) == [last[2], last[1]]
+        *rows, padding = session.last_tokens([2, 1], padding=1, slot=1)
+        assert rows == [last[2], last[1]]
+        assert 0 <= padding < VOCAB
 
 
-def test_without_the_knob_no_last_tokens_are_kept(monkeypatch):
+@PATHS
+def test_without_the_knob_no_last_tokens_are_kept(in_graph, slot, monkeypatch):
     monkeypatch.setenv("MSTAR_DEVICE_LOOPBACK", "0")
-    session = Session()
+    session = Session(in_graph)
     session.join(1, 0)
-    session.step([1])
-    assert not session.rig.sampler.has_slot_masters
-    assert session.rig.sampler.last_token[0] == 0
+    session.step([1], slot=slot)
+    assert not session.sampler.has_slot_masters
+    assert not session.sampler._masters.last_token.any()
+    assert session.tokens[1] == alone(1, SAMPLED, 1)
     with pytest.raises(RuntimeError, match="MSTAR_DEVICE_LOOPBACK"):
-        session.rig.sampler.loopback_tokens()
+        session.sampler.loopback_tokens()
 
 
-def test_a_reused_row_starts_over():
-    session = Session()
+@PATHS
+def test_a_reused_row_starts_over(in_graph, slot):
+    session = Session(in_graph)
     session.join(1, 0)
     for _ in range(3):
-        session.step([1])
-    session.rig.leave(1)
+        session.step([1], slot=slot)
+    session.leave(1)
     session.join(2, 0)
-    session.step([2])
+    assert session.sampler.offset_of(0) == 0
+    assert session.last_tokens([2], slot=slot) == [0]
+    session.step([2], slot=slot)
     assert session.tokens[2] == alone(2, SAMPLED, 1)
-    assert session.rig.sampler.offset[0] == 1
+    assert session.offset_of(0) == 1
 
 
-def test_ingest_again_takes_new_settings_and_keeps_the_draw_count():
-    session = Session()
+@PATHS
+def test_ingest_again_takes_new_settings_and_keeps_the_draw_count(in_graph, slot):
+    session = Session(in_graph)
     session.join(1, 0, SamplingReqConfig(temperature=1.0, _seed=5))
-    session.step([1], slot=0)
-    session.rig.join(1, 0, SamplingReqConfig(temperature=0.0, _seed=5))
-    session.step([1], slot=0)
+    session.step([1], slot=slot)
+    session.join(1, 0, SamplingReqConfig(temperature=0.0, _seed=5))
+    session.step([1], slot=slot)
     assert session.tokens[1][1] == int(logits_of(1, 1).argmax())
-    assert session.rig.sampler.offset[0] == 2
+    assert session.offset_of(0) == 2
+
+
+@PATHS
+def test_several_requests_registered_before_one_step_each_keep_their_settings(in_graph, slot):
+    configs = {rid: SamplingReqConfig(temperature=0.5 + 0.1 * rid, top_k=rid, _seed=rid) for rid in range(2, 6)}
+    session = Session(in_graph)
+    for rid, config in configs.items():
+        session.join(rid, rid, SamplingReqConfig(temperature=0.0))
+        session.join(rid, rid, config)
+    for _ in range(4):
+        session.step(list(configs), slot=slot)
+    assert session.tokens == {rid: alone(rid, config, 4) for rid, config in configs.items()}
+
+
+@pytest.mark.parametrize(
+    ("in_graph", "slot", "moved"),
+    [
+        (False, None, "host_scatter_steps"),
+        (False, 0, "host_scatter_steps"),
+        (True, None, "host_scatter_steps"),
+        (True, 0, "ingraph_scatter_steps"),
+    ],
+)
+def test_only_leased_steps_scatter_in_the_graph_and_the_counters_say_so(in_graph, slot, moved):
+    session = Session(in_graph)
+    session.join(1, 0)
+    masters, after_forward = session.sampler._masters, []
+
+    def forward(ctx):
+        session.forward(ctx)
+        after_forward.append(masters.offset[0].item())
+
+    for _ in range(3):
+        session.run([1], forward, slot=slot)
+    assert after_forward == ([1, 2, 3] if moved == "ingraph_scatter_steps" else [0, 1, 2])
+    counts = {name: session.sampler.counters[name] for name in ("host_scatter_steps", "ingraph_scatter_steps")}
+    assert counts == dict.fromkeys(counts, 0) | {moved: 3}
+    assert session.sampler.counters["loopback_steps"] == 0
+    session.last_tokens([1], slot=slot)
+    assert session.sampler.counters["loopback_steps"] == 1
+
+
+def test_a_row_beyond_the_masters_names_the_variable():
+    session = Session(in_graph=True, slots="3")
+    session.join(1, 2)
+    with pytest.raises(RuntimeError, match="MSTAR_SAMPLER_SLOTS=3"):
+        session.sampler.ingest_request(2, 3, SAMPLED)
+    session.step([1], padding=2, slot=0)
+    assert session.offset_of(2) == 1
 
 
 def test_none_stands_for_the_default():
@@ -189,10 +312,10 @@ def test_numbers_past_the_masters_range_give_a_token(field, value):
 )
 def test_what_the_sampler_cannot_do_is_refused_at_ingest_and_leaves_nothing(config):
     session = Session()
+    before = session.state(0)
     with pytest.raises(ValueError, match="|".join(config)):
-        session.rig.sampler.ingest_request(1, 0, SamplingReqConfig(**config))
-    session.rig.join(2, 0)
-    assert session.rig.sampler._settings["temperature"][0] == pytest.approx(0.6)
+        session.sampler.ingest_request(1, 0, SamplingReqConfig(**config))
+    assert session.state(0) == before
 
 
 def test_a_row_without_usable_logits_is_a_fault_of_that_row_alone():
@@ -201,26 +324,145 @@ def test_a_row_without_usable_logits_is_a_fault_of_that_row_alone():
     session.join(2, 1)
     logits = torch.stack((torch.full((VOCAB,), torch.nan), logits_of(2, 0)))
 
-    def forward(rig, ctx):
-        return rig.sampler.sample(logits).tolist(), rig.sampler.faults().tolist()
+    def forward(ctx):
+        return session.sampler.sample(logits).tolist(), session.sampler.faults().tolist()
 
-    tokens, faults = session.rig.run([1, 2], [1, 1], forward, step=session.rig.step("sampler"))
+    tokens, faults = session.run([1, 2], forward)
     assert faults == [True, False]
     assert tokens == [0, *alone(2, SAMPLED, 1)]
 
 
-def test_settings_are_gathered_once_while_the_batch_stays_the_same(monkeypatch):
-    session = Session()
+def test_filters_can_be_left_out_of_a_step():
+    drawn = {}
+    for apply_filters in (True, False):
+        session = Session()
+        session.join(1, 0, SamplingReqConfig(temperature=1.0, top_k=1, _seed=5))
+        step = SamplerStep(apply_filters=apply_filters)
+        drawn[apply_filters] = {token for _ in range(8) for token in session.draw(1, step=step)}
+    assert drawn[True] == {0}
+    assert len(drawn[False]) > 1
+
+
+@PATHS
+@pytest.mark.parametrize("loops_back", [True, False])
+@pytest.mark.parametrize("draws", [0, 1, 2])
+def test_an_abandoned_step_leaves_what_the_last_commit_did_and_can_run_again(in_graph, slot, loops_back, draws):
+    session = Session(in_graph)
     session.join(1, 0)
     session.join(2, 1)
-    session.step([1, 2], slot=0)
-    assert isinstance(session.rig.sampler, SamplerManager)
-    buffer = session.rig.sampler._buffers["temperature"]
-    puts = []
-    monkeypatch.setattr(buffer, "put", lambda *a, put=buffer.put: puts.append(1) or put(*a))
-    session.step([1, 2], slot=0)
-    assert not puts
-    session.step([2, 1], slot=0)
-    session.join(3, 2)
-    session.step([2, 1], slot=0)
-    assert len(puts) == 2
+    session.step([1, 2], slot=slot)
+    before = [session.state(row) for row in (0, 1)]
+    ctx = session.context([1, 2], padding=1, slot=slot)
+    session.sampler.plan(PLAIN, ctx)
+    if loops_back:
+        session.sampler.loopback_tokens()
+    for _ in range(draws):
+        session.forward(ctx)
+    session.sampler.abandon(PLAIN, ctx)
+    if loops_back or not draws:
+        assert [session.state(row) for row in (0, 1)] == before
+    for rid in (1, 2):
+        session.step([rid])
+        assert session.tokens[rid] == alone(rid, SAMPLED, 2)
+
+
+def test_abandoning_before_the_sampler_was_planned_does_not_touch_the_committed_step():
+    session = Session(in_graph=True)
+    session.join(1, 0)
+    ctx = session.context([1], slot=0)
+    session.sampler.plan(PLAIN, ctx)
+    session.sampler.loopback_tokens()
+    session.forward(ctx)
+    session.sampler.commit(PLAIN, ctx)
+    before = session.state(0)
+    session.sampler.abandon(PLAIN, session.context([1], slot=1))
+    assert session.state(0) == before
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_replay_that_runs_no_python_advances_what_its_capture_does(in_graph):
+    session = Session(in_graph)
+    session.join(1, 0)
+    session.draw(1, times=2, slot=0)
+    ctx = session.context([1], slot=0)
+    session.sampler.plan(PLAIN, ctx)
+    recorded = session.sampler._planned
+    for _ in range(2):
+        session.sampler.sample(torch.zeros(1, VOCAB))
+    session.sampler._planned = dataclasses.replace(recorded, draws=0, faults=None)
+    session.sampler.commit(PLAIN, ctx)
+    assert session.offset_of(0) == 4
+
+
+class TestPlanningAhead:
+    """Settings are staged while the step before still runs; draw state waits for its commit."""
+
+    def planned_ahead(self, session, rids, slot, meanwhile):
+        """Draws of a step on ``slot`` that is planned ahead of what ``meanwhile`` does."""
+        ctx = session.context(rids, slot=slot)
+        session.sampler.plan(PLAIN, dataclasses.replace(ctx, is_preplan=True))
+        meanwhile()
+        session.sampler.promote_preplan(PLAIN, ctx)
+        drawn = session.forward(ctx)
+        session.sampler.commit(PLAIN, ctx)
+        return drawn
+
+    @pytest.mark.parametrize("in_graph", [False, True])
+    def test_a_promoted_plan_draws_at_the_offset_after_the_step_before(self, in_graph):
+        session = Session(in_graph)
+        session.join(1, 0)
+        session.step([1], slot=1)
+        drawn = self.planned_ahead(session, [1], 0, lambda: session.step([1], slot=1))
+        assert [*session.tokens[1], *drawn] == alone(1, SAMPLED, 3)
+        assert session.offset_of(0) == 3
+
+    def test_settings_that_move_after_staging_are_not_the_stale_ones(self):
+        session = Session()
+        session.join(1, 0)
+        greedy = lambda: session.join(1, 0, SamplingReqConfig(temperature=0.0))  # noqa: E731
+        assert self.planned_ahead(session, [1], 0, greedy) == [int(logits_of(1, 0).argmax())]
+
+    def test_staging_touches_neither_draw_state_nor_the_step_in_progress(self):
+        session = Session()
+        session.join(1, 0)
+        session.join(2, 1, SamplingReqConfig(temperature=0.0))
+        ctx = session.context([1], slot=0)
+        session.sampler.plan(PLAIN, ctx)
+        session.sampler.plan(PLAIN, dataclasses.replace(session.context([2], slot=1), is_preplan=True))
+        session.sampler.clear_preplan()
+        assert session.forward(ctx) == alone(1, SAMPLED, 1)
+        session.sampler.commit(PLAIN, ctx)
+        assert [session.offset_of(row) for row in (0, 1)] == [1, 0]
+
+    def test_a_staged_batch_is_not_gathered_again(self):
+        session = Session()
+        session.join(1, 0)
+        self.planned_ahead(session, [1], 0, lambda: None)
+        assert session.sampler.counters["static_gathers"] == 1
+        assert session.sampler.counters["static_gather_hits"] == 1
+
+
+def test_the_sampler_stages_through_slots():
+    sampler = Session().sampler
+    assert sampler.force_double_buffer
+    assert sampler.supports_preplan
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    operations=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=30), in_graph=st.booleans()
+)
+def test_over_random_arrivals_and_departures_offsets_are_the_draws_since_arrival(operations, in_graph):
+    session, rows, draws = Session(in_graph), {}, {}
+    for number, (rid, leaves) in enumerate(operations):
+        if leaves and rid in rows:
+            session.leave(rid)
+            del rows[rid], draws[rid]
+        elif rid not in rows:
+            rows[rid] = min(set(range(CAPACITY)) - set(rows.values()))
+            draws[rid] = 0
+            session.join(rid, rows[rid])
+        if rows:
+            session.step(list(rows), padding=number % 3, slot=(None, 0, 1)[number % 3])
+            draws = {rid: count + 1 for rid, count in draws.items()}
+        assert {rid: session.offset_of(row) for rid, row in rows.items()} == draws

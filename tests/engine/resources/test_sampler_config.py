@@ -4,10 +4,17 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig, derive_seed
+from mstar.engine.resources.sampler.config import (
+    SamplerSpec,
+    SamplerStep,
+    SamplingReqConfig,
+    derive_seed,
+    narrow_to_final,
+)
 
 PLAIN = SamplerSpec("sampler", {"LLM"}, 100)
 FULL = SamplerSpec("sampler", {"LLM"}, 100, True, True, 16, (1, 2), True)
@@ -180,3 +187,30 @@ def test_what_the_spec_cannot_honour_is_refused(spec, config, text):
 def test_a_windowed_penalty_needs_no_presence_penalty():
     spec = SamplerSpec("s", {"n"}, 10, enable_repetion_penalty=False, max_repetition_window=8)
     SamplingReqConfig(repetition_penalty=1.2, repetition_window=8).validate(spec)
+
+
+@pytest.mark.parametrize(("scatter", "bound"), [("0", None), ("1", 12)])
+def test_masters_that_cannot_grow_bound_the_requests(scatter, bound, monkeypatch):
+    monkeypatch.setenv("MSTAR_SAMPLER_INGRAPH_SCATTER", scatter)
+    monkeypatch.setenv("MSTAR_SAMPLER_SLOTS", "12")
+    assert PLAIN.max_requests() == bound
+
+
+@pytest.mark.parametrize(
+    ("finals", "kept_before", "kept"),
+    [
+        ([True, True], None, None),
+        ([True, True], frozenset({7}), frozenset({7})),
+        ([True, False], None, frozenset({7})),
+        ([False, False], None, frozenset()),
+        ([True, False], frozenset({8}), frozenset()),
+        ([None, False], None, frozenset({7})),
+    ],
+)
+def test_only_final_chunks_keep_their_draw(finals, kept_before, kept):
+    rows = [SimpleNamespace() if final is None else SimpleNamespace(is_final_chunk=final) for final in finals]
+    step = SamplerStep(kept_rids=kept_before, apply_filters=False)
+    narrowed = narrow_to_final(step, [7, 8], rows)
+    assert narrowed.kept_rids == kept
+    assert not narrowed.apply_filters
+    assert (narrowed is step) == all(final is not False for final in finals)

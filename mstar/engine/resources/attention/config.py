@@ -24,6 +24,9 @@ class AttentionBackend(StrEnum):
 class AttentionConfig:
     """``kv_cache`` is the key of the paged cache; ``sliding_window`` counts tokens, the token itself included.
 
+    ``deterministic``: a token's result depends on its own keys alone, to the bit, whatever else is in the batch and
+    however its prompt was cut.
+
     Raises:
         ValueError: an unknown backend, or a window that is no integer >= 1.
     """
@@ -31,6 +34,7 @@ class AttentionConfig:
     kv_cache: str = "kv_cache"
     backend: AttentionBackend | str = AttentionBackend.SDPA
     sliding_window: int | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in list(AttentionBackend):
@@ -63,6 +67,11 @@ class AttentionSpec(NodeResourceSpec):
 
 @dataclass(frozen=True)
 class AttentionStep(ResourceStep):
-    """``causal`` False lets each new token see every token of its row."""
+    """Queries over the planned rows of the cache.
+
+    ``causal`` False lets each query see every token of its row.  Segments of its own say how many queries a label's
+    rows have, where that is not one for each new token: a label that the cache only reads (span 0) still has queries
+    here.  They name the label's requests in the cache step's order.
+    """
 
     causal: bool = True

@@ -7,43 +7,104 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mstar.engine.resources.ragged import ragged_arange
+from mstar.engine.resources.kv.step_rows import PlannedRows
+from mstar.engine.resources.ragged import indptr, ragged_arange
 
 
-@dataclass(frozen=True)
-class KVPlan:
-    """What attention and positions read of a step.  ``B`` padded rows, ``n`` new tokens in row order.
+@dataclass(frozen=True, eq=False)
+class PagedIndptrs:
+    """Which pages each of ``B`` rows reads, as FlashInfer takes it: int32 NumPy arrays on the host.
 
-    Arrays are NumPy on the host, but for ``key_index`` and ``value_index``: int64 [n] on the device, where each new
-    token's key and value are stored in a layer seen as [pages * 2 * page_size, kv heads, head_dim].  ``kv_lens``
-    includes the new tokens; the pages of row ``i`` are ``page_table[i, :ceil(kv_lens[i] / page_size)]``, the sink
-    page where the row owns none.
+    Row ``i`` has the new tokens ``qo_indptr[i] : qo_indptr[i + 1]`` and reads the pages
+    ``paged_kv_indices[paged_kv_indptr[i] : paged_kv_indptr[i + 1]]``, of which the last holds
+    ``paged_kv_last_page_len[i]`` tokens: ``page_size`` when it is full, 0 only when the row has no page.  Pages that
+    the row doesn't own are the sink page.  ``kv_lens`` is ``max(pages - 1, 0) * page_size + last_page_len``.
     """
 
+    qo_indptr: np.ndarray  # [B + 1]
+    paged_kv_indptr: np.ndarray  # [B + 1]
+    paged_kv_indices: np.ndarray  # [pages of all rows]
+    paged_kv_last_page_len: np.ndarray  # [B]
+    kv_lens: np.ndarray  # [B], new tokens included; iterating it gives NumPy scalars, which FlashInfer's plan wants
+
+
+@dataclass(frozen=True, eq=False)
+class KVPlan:
+    """What attention and positions read of one plan label of a step.  ``B`` rows, padding included.
+
+    Without combined labels real rows come first; a combined label is its sources laid end to end, each in that
+    order.  ``num_tokens`` counts the tokens that the forward sees: the rows' own, ``indptrs.qo_indptr[-1]``, then
+    those of a padded bucket.  ``key_index`` and ``value_index``, int64 [num_tokens] on the device, say where each
+    token's key and value go in a layer seen as [pages * 2 * page_size, kv heads, head_dim]; tokens that belong to no
+    row go to the sink page.
+    """
+
+    label: str
+    rows: np.ndarray  # int64 [B], master rows
+    streams: np.ndarray  # int64 [B]
     starts: np.ndarray  # int64 [B], tokens stored before the step
     spans: np.ndarray  # int64 [B], new tokens
-    kv_lens: np.ndarray  # int64 [B]
-    qo_indptr: np.ndarray  # int64 [B + 1]
-    page_table: np.ndarray  # int32 [B, most pages of any row]
+    kv_lens: np.ndarray  # int64 [B], starts + spans
+    indptrs: PagedIndptrs
     key_index: torch.Tensor
     value_index: torch.Tensor
     is_decode: bool  # every row has exactly one new token
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.qo_indptr[-1])
+    num_tokens: int
+    num_real: int
 
 
-def write_addresses(starts: np.ndarray, spans: np.ndarray, page_table: np.ndarray, page_size: int) -> np.ndarray:
-    """Where each new token's key is stored, int64 [sum of spans]; its value lies ``page_size`` further.
+@dataclass(frozen=True, eq=False)
+class HostPlan:
+    """The part of a plan that is computed on the host; ``addresses`` int64 [tokens of the rows] are the keys'."""
 
-    ``starts`` and ``spans`` int64 [B]; ``page_table`` int32 [B, pages].  Positions past a row's last column, which
-    only padding rows have, take its last page.
+    starts: np.ndarray
+    kv_lens: np.ndarray
+    indptrs: PagedIndptrs
+    addresses: np.ndarray
+
+
+def host_plan(rows: PlannedRows, stored_len: np.ndarray, table: np.ndarray, page_size: int) -> HostPlan:
+    """Plans rows from their streams alone.
+
+    Args:
+        stored_len: int64 [streams], tokens stored.
+        table: int32 [streams, pages of the longest stream], the sink page where a stream owns none.
     """
-    if (spans == 1).all():
-        rows, position = np.arange(spans.size), starts
+    starts = stored_len[rows.streams]
+    kv_lens = starts + rows.spans
+    pages = (kv_lens + (page_size - 1)) // page_size
+    kv_indptr = indptr(pages)
+    width = table.shape[1]
+    first = rows.streams * width
+    if int(pages.max(initial=0)) > width:  # a padding row of a capture wider than any stream: all of it is sink
+        flat = np.repeat(first, pages) + np.minimum(ragged_arange(pages), width - 1)
     else:
-        rows = np.repeat(np.arange(spans.size), spans)
-        position = np.repeat(starts, spans) + ragged_arange(spans)
-    page, offset = np.divmod(position, page_size)
-    return page_table[rows, np.minimum(page, page_table.shape[1] - 1)].astype(np.int64) * (2 * page_size) + offset
+        flat = np.repeat(first - kv_indptr[:-1], pages)
+        flat += np.arange(flat.size)
+    last_page_len = kv_lens - np.maximum(pages - 1, 0) * page_size
+    arrays = PagedIndptrs(
+        qo_indptr=rows.qo_indptr,
+        paged_kv_indptr=kv_indptr.astype(np.int32),
+        paged_kv_indices=table.reshape(-1).take(flat),
+        paged_kv_last_page_len=last_page_len.astype(np.int32),
+        kv_lens=kv_lens.astype(np.int32),
+    )
+    return HostPlan(starts, kv_lens, arrays, write_addresses(rows, starts, table, page_size))
+
+
+def write_addresses(rows: PlannedRows, starts: np.ndarray, table: np.ndarray, page_size: int) -> np.ndarray:
+    """Where each new token's key is stored, int64 [tokens]; its value lies ``page_size`` further.
+
+    ``starts`` int64 [B] tokens stored before.  Positions past a stream's last column, which only padding rows have,
+    take its last page.
+    """
+    if rows.is_decode:
+        of_token, position = rows.streams, starts
+    else:
+        of_token = np.repeat(rows.streams, rows.spans)
+        position = np.repeat(starts, rows.spans) + ragged_arange(rows.spans)
+    page = position // page_size
+    offset = position - page * page_size
+    if page.size and int(page.max()) >= table.shape[1]:
+        page = np.minimum(page, table.shape[1] - 1)
+    return table[of_token, page].astype(np.int64) * (2 * page_size) + offset

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from math import prod
 
+import numpy as np
 import torch
 
 
@@ -17,3 +18,13 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def copy_pages(cache: torch.Tensor, sources: np.ndarray, targets: np.ndarray) -> None:
+    """Copies pages ``sources`` [n] to ``targets`` [n] in every layer of ``cache`` [layers, pages, ...].
+
+    All are read before any is written, so the two may overlap.
+    """
+    if sources.size:
+        read, written = (torch.from_numpy(pages.astype(np.int64)).to(cache.device) for pages in (sources, targets))
+        cache.index_copy_(1, written, cache.index_select(1, read))

@@ -1,89 +1,240 @@
-"""Sequential token positions: the next one of every row, and the step's rotary tables."""
+"""Token positions: the next one of every stream, and the rotary embedding of the step's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 import torch
 
 from mstar.engine.resources.base import EngineResourceInfo, Resource
+from mstar.engine.resources.kv.config import Fork
 from mstar.engine.resources.kv.manager import PagedKVManager
-from mstar.engine.resources.positions.config import PositionConfig, PositionSpec, PositionStep
+from mstar.engine.resources.kv.plan import KVPlan
+from mstar.engine.resources.positions.config import PositionConfig, PositionScheme, PositionSpec, PositionStep
+from mstar.engine.resources.positions.overrides import advance_of, check_advance, explicit_ids
+from mstar.engine.resources.positions.rotary import LabelBuffers, Positions, Rotary
 from mstar.engine.resources.ragged import ragged_arange
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
-from mstar.engine.resources.static import StepBuffer
-from mstar.engine.resources.step import BucketKey, ResourceStep, StepContext
+from mstar.engine.resources.step import MAIN_LABEL, BucketKey, LabelRows, ResourceStep, StepContext
 from mstar.kernels import rope
+from mstar.utils import knobs
+
+
+@dataclass
+class _Plan:
+    """One plan: what it wrote by label, the streams and counters it read, and the counters its forks overwrote."""
+
+    planned: dict[str, Positions] = field(default_factory=dict)
+    starts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    overwritten: list[tuple[int, int]] = field(default_factory=list)
 
 
 class PositionManager(Resource):
-    """``next_position`` int64 [rows], on the host, by master row.
+    """``next_position`` int64 [streams], on the host, by the cache's stream numbers (label by label, master row).
 
-    A step's positions are int64 [n], one per new token in row order; cos and sin are built once per step in the
-    forward's dtype.
+    The KV plan gives each label's rows, order and padded tokens.  Rotary tables are built once per step and label: by
+    ``plan``, or, with MSTAR_INGRAPH_DECODE_ROPE, by the captured forward of a leased decode step itself, from the
+    static positions.  ``counters`` counts planned steps of either way: ``ingraph_table_steps``,
+    ``staged_table_steps``.
     """
 
-    def __init__(self, config: PositionConfig, head_dim: int, info: EngineResourceInfo) -> None:
-        rotary_dim = config.rotary_dim or head_dim
-        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-            raise ValueError(f"rotary_dim must be even and in 2..{head_dim}, got {rotary_dim}")
+    supports_preplan = True
+
+    def __init__(self, config: PositionConfig, kv: PagedKVManager, info: EngineResourceInfo) -> None:
         self.config = config
+        self.counters: Counter[str] = Counter()
         self.next_position = np.zeros(info.total_rows, np.int64)
-        self.positions = torch.empty(0, dtype=torch.int64)
-        self._frequencies = rope.inverse_frequencies(rotary_dim, config.rope_theta, config.rope_scaling).to(info.device)
-        self._dtype = info.dtype
-        self._rotary_dim = rotary_dim
+        self._kv = kv
+        self._info = info
+        self._rotary = Rotary(config, kv.config.head_dim, info)
+        self._is_sequential = config.scheme is PositionScheme.SEQUENTIAL
+        # A cached prefix says nothing of how many blocks it was, nor of the length that dynamic scaling had seen.
+        self.prefix_skip_safe = self._is_sequential and not self._rotary.is_dynamic
+        self._in_graph = knobs.ingraph_decode_rope()
         self._row_of: dict[int, int] = {}
-        self._position_buffer = StepBuffer(torch.int64, info.device, info.num_slots)
-        self._tables = [StepBuffer(info.dtype, info.device, info.num_slots) for _ in range(2)]
-        self._cos = self._sin = torch.empty(0)
+        self._buffers: dict[str, LabelBuffers] = {}
+        self._reserved_tokens = 0
+        self._planned: dict[str, Positions] = {}
+        self._staged: _Plan | None = None
+        self._overwritten: list[tuple[int, int]] = []
 
     @classmethod
     def build(cls, spec: NodeResourceSpec, info: EngineResourceInfo) -> Self:
         assert isinstance(spec, PositionSpec)
-        kv = PagedKVManager.needed_by(spec.resource_key, spec.config.kv_cache, info)
-        return cls(spec.config, kv.config.head_dim, info)
+        return cls(spec.config, PagedKVManager.needed_by(spec.resource_key, spec.config.kv_cache, info), info)
+
+    # Requests.
 
     def ingest_request(self, request_id: int, row: int, config: ResourceReqConfig | None) -> None:
         if self._row_of.get(request_id) != row:
             self._row_of[request_id] = row
-            self.next_position[row] = 0
+            self._reset(row)
 
     def remove_request(self, request_id: int, row: int) -> None:
         self._row_of.pop(request_id, None)
 
+    def apply_cached_prefix(self, request_id: int, row: int, matched_len: int) -> None:
+        self._reset(row)
+        if self._is_sequential:
+            self.next_position[row] = matched_len  # stream of "main"
+
     def reset_rows(self, request_ids: Sequence[int], rows: Sequence[int], free: bool = False) -> None:
-        self.next_position[np.asarray(rows, np.int64)] = 0
+        self._reset(np.asarray(rows, np.int64))
 
-    def plan(self, step: ResourceStep, ctx: StepContext) -> torch.Tensor:
-        starts = self.next_position[ctx.rows]
-        ids = starts if (ctx.spans == 1).all() else np.repeat(starts, ctx.spans) + ragged_arange(ctx.spans)
-        self.positions = self._position_buffer.put(ids, ctx.slot_lease)
-        tables = rope.cos_sin(self.positions, self._frequencies, self.config.interleave)
-        self._cos, self._sin = (
-            buffer.view(table.numel(), ctx.slot_lease).view(table.shape).copy_(table)
-            for buffer, table in zip(self._tables, tables, strict=True)
-        )
-        return self.positions
+    def _reset(self, rows: np.ndarray | int) -> None:
+        self.next_position.reshape(-1, self._info.total_rows)[:, rows] = 0
 
-    def rotate(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates q [n, query heads, head_dim] and k [n, kv heads, head_dim] to their tokens' positions."""
-        return self.rotate_heads(q), self.rotate_heads(k)
+    # Steps.
 
-    def rotate_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def plan(self, step: ResourceStep, ctx: StepContext) -> dict[str, Positions]:
+        """The positions of each plan label.
+
+        Raises:
+            ValueError: ``pos_ids`` or ``advance`` of the step do not fit its segments.
+            KeyError: a fork of a request that was not ingested.
+        """
+        assert isinstance(step, PositionStep)
+        plans: Mapping[str, KVPlan] = ctx.plan_results[self.config.kv_cache]
+        explicit = explicit_ids(step, plans, self._rotary.axes)
+        check_advance(step, ctx)
+        staged = _Plan()
+        if ctx.is_preplan:
+            self._staged = staged
+        else:
+            self._overwritten = staged.overwritten
+        staged.overwritten.extend(self._fork(fork) for fork in step.pre_forks)
+        for label, kv_plan in plans.items():
+            at = self._counters_of(kv_plan.streams)
+            staged.starts.append((kv_plan.streams, at))
+            staged.planned[label] = self._plan_label(label, kv_plan, at, explicit.get(label), ctx)
+        if not ctx.is_preplan:
+            self._take(staged, ctx)
+        return staged.planned
+
+    def promote_preplan(self, step: ResourceStep, ctx: StepContext) -> dict[str, Positions]:
+        staged, self._staged = self._staged, None
+        assert staged is not None, "nothing was planned ahead"
+        if not all(np.array_equal(self.next_position[streams], at) for streams, at in staged.starts):
+            self._restore(staged.overwritten)  # counters moved since
+            return self.plan(step, ctx)
+        self._take(staged, ctx)
+        return staged.planned
+
+    def clear_preplan(self) -> None:
+        if self._staged is not None:
+            self._restore(self._staged.overwritten)
+            self._staged = None
+
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, label: str = MAIN_LABEL) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates q [n, query heads, head_dim] and k [n, kv heads, head_dim] to the positions of a label's tokens."""
+        return self.rotate_heads(q, label), self.rotate_heads(k, label)
+
+    def rotate_heads(self, x: torch.Tensor, label: str = MAIN_LABEL) -> torch.Tensor:
         """Rotates any heads x [n, heads, head_dim], such as queries and keys side by side; returns a new tensor."""
-        return rope.rotate(x, self._cos, self._sin, self.config.interleave)
+        planned = self._planned[label]
+        if planned.tables is None:
+            planned.tables = self._rotary.tables(planned)
+        cos, sin = planned.tables
+        return rope.rotate(x, cos, sin, self.config.interleave)
+
+    def pos_ids(self, label: str = MAIN_LABEL) -> torch.Tensor:
+        """Positions of a label's tokens on the device: int64 [n], or [3, n] where they are three-fold."""
+        ids = self._planned[label].ids
+        return ids if ids.dim() == 1 else ids.t()
 
     def commit(self, step: ResourceStep, ctx: StepContext) -> None:
         assert isinstance(step, PositionStep)
-        n = ctx.num_real
-        moved = ctx.spans if step.advance is None else np.asarray(step.advance, np.int64)
-        self.next_position[ctx.rows[:n]] += moved[:n]
+        self._overwritten = []
+        for rows in ctx.labels(step).values():
+            real = rows.num_real
+            self.next_position[self._streams(rows)[:real]] += self._moves(step, rows)[:real]
+        for fork in step.post_forks:
+            self._fork(fork)
+
+    def abandon(self, step: ResourceStep, ctx: StepContext) -> None:
+        self._restore(self._overwritten)
+        self._overwritten = []
 
     def build_accelerator_graph_buffers(self, buckets: Sequence[BucketKey], max_bs: int, max_seq_len: int) -> None:
-        tokens = max(max_bs, max_seq_len)
-        self._position_buffer.reserve(tokens)
-        for buffer in self._tables:
-            buffer.reserve(tokens * self._rotary_dim)
+        self._reserved_tokens = max(self._reserved_tokens, max_bs, max_seq_len)
+        for buffers in self._buffers.values():
+            buffers.reserve(self._reserved_tokens)
+
+    def _plan_label(
+        self, label: str, kv_plan: KVPlan, starts: np.ndarray, explicit: torch.Tensor | None, ctx: StepContext
+    ) -> Positions:
+        buffers = self._buffers.get(label)
+        if buffers is None:
+            buffers = self._buffers[label] = LabelBuffers(self._rotary, self.config.rope_theta, self._info)
+            buffers.reserve(self._reserved_tokens)
+        ids: np.ndarray | torch.Tensor
+        if explicit is None:
+            ids = self._ids(kv_plan, starts)
+        else:
+            ids = explicit.cpu().numpy() if self._rotary.is_dynamic else explicit
+        bases = self._rotary.bases(ids, kv_plan.spans) if isinstance(ids, np.ndarray) else None
+        planned = buffers.put(ids, bases, kv_plan.num_tokens, ctx.slot_lease)
+        # A packed bucket replays one graph for rows of any length, so all of its steps must stage alike.
+        in_graph = self._in_graph and ctx.slot_lease is not None and not ctx.is_packed and kv_plan.is_decode
+        if not in_graph:
+            buffers.build_tables(planned, ctx.slot_lease)
+        return planned
+
+    def _ids(self, kv_plan: KVPlan, starts: np.ndarray) -> np.ndarray:
+        """Positions that follow the counters: int64, flat in token order."""
+        ids = starts
+        if not kv_plan.is_decode:
+            ids = np.repeat(starts, kv_plan.spans)
+            if self._is_sequential:
+                ids += ragged_arange(kv_plan.spans)
+        return ids if self._rotary.axes == 1 else np.repeat(ids, self._rotary.axes)
+
+    def _take(self, staged: _Plan, ctx: StepContext) -> None:
+        """Makes this the step that the forward runs."""
+        self._planned, self._overwritten = staged.planned, staged.overwritten
+        if not ctx.capture:
+            in_graph = any(label.tables is None for label in staged.planned.values())
+            self.counters["ingraph_table_steps" if in_graph else "staged_table_steps"] += 1
+
+    def _moves(self, step: PositionStep, rows: LabelRows) -> np.ndarray:
+        """How far each row's counter moves, int64 [n]."""
+        moved = advance_of(step, rows.label)
+        if moved is not None:
+            return moved
+        return rows.spans if self._is_sequential else (rows.spans > 0) * self.config.block_step
+
+    # Counters.
+
+    def _streams(self, rows: LabelRows) -> np.ndarray:
+        streams = self._kv.streams(rows)
+        if rows.label != MAIN_LABEL:
+            self._counters_of(streams)  # a label without a plan of its own may be new
+        return streams
+
+    def _counters_of(self, streams: np.ndarray) -> np.ndarray:
+        """The counters of ``streams`` [n]; those of a label that the cache has just taken in start at 0."""
+        last = int(streams.max(initial=0))
+        if last >= self.next_position.size:
+            grown = np.zeros((last // self._info.total_rows + 1) * self._info.total_rows, np.int64)
+            grown[: self.next_position.size] = self.next_position
+            self.next_position = grown
+        return self.next_position[streams]
+
+    def _fork(self, fork: Fork) -> tuple[int, int]:
+        """Copies a counter; returns the target's stream and what it held."""
+        rows = np.array([self._row_of[fork.request_id]], np.int64)
+        source, target = (
+            self._streams(LabelRows(label, (fork.request_id,), rows, np.zeros(1, np.int64), 1))
+            for label in (fork.source, fork.target)
+        )
+        before = int(target[0]), int(self.next_position[target[0]])
+        self.next_position[target] = self.next_position[source]
+        return before
+
+    def _restore(self, overwritten: Sequence[tuple[int, int]]) -> None:
+        for stream, position in reversed(overwritten):
+            self.next_position[stream] = position

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.resources.step import ResourceStep
+from mstar.utils import knobs
 from mstar.utils.errors import shorten
 
 if TYPE_CHECKING:
@@ -46,6 +48,10 @@ class SamplerSpec(NodeResourceSpec):
         from mstar.engine.resources.sampler.manager import SamplerManager
 
         return SamplerManager
+
+    def max_requests(self) -> int | None:
+        """``MSTAR_SAMPLER_SLOTS`` where captured steps address the masters themselves, which cannot grow then."""
+        return knobs.sampler_slots() if knobs.sampler_ingraph_scatter() else None
 
 
 @dataclass
@@ -132,6 +138,18 @@ class SamplerStep(ResourceStep):
     apply_filters: bool = True
     prefill_tracked_tokens: dict[str, torch.Tensor] = field(default_factory=dict)
     kept_rids: frozenset[int] | None = None
+
+
+def narrow_to_final(step: SamplerStep, request_ids: Sequence[int], inputs: Sequence[Any]) -> SamplerStep:
+    """The step with only those draws kept that end a prompt or follow one; the same step when all do.
+
+    ``inputs``: one per request id; those with ``is_final_chunk`` False are the non-final chunks of a prompt.
+    """
+    is_kept = [getattr(row, "is_final_chunk", True) for row in inputs]
+    if all(is_kept):
+        return step
+    kept = frozenset(request_id for request_id, keep in zip(request_ids, is_kept, strict=True) if keep)
+    return replace(step, kept_rids=kept if step.kept_rids is None else kept & step.kept_rids)
 
 
 def _check_real(name: str, value: Any, allowed: str, is_allowed: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,60 +14,70 @@ import torch
 from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
+from mstar.engine.resources.sampler.masters import DrawMasters
+from mstar.engine.resources.sampler.settings import StaticSettings
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.resources.static import StepBuffer
-from mstar.engine.resources.step import BucketKey, ResourceStep, StepContext
+from mstar.engine.resources.step import BucketKey, ResourceStep, SlotLease, StepContext
 from mstar.kernels.cpu.draw import draw_kernel, sample_rows
 from mstar.kernels.sampling import RowSettings
 from mstar.utils import knobs
 
-# Settings that stay as they are while a request runs: host master dtype, value of a row in nobody's use.
-_SETTINGS: dict[str, tuple[Any, torch.dtype, Any]] = {
-    "temperature": (np.float32, torch.float32, 1.0),
-    "top_k": (np.int64, torch.int64, 0),
-    "top_p": (np.float32, torch.float32, 1.0),
-    "min_p": (np.float32, torch.float32, 0.0),
-    "top_p_first": (np.bool_, torch.bool, False),
-    "top_p_min_keep": (np.int64, torch.int64, 1),
-    "seed": (np.int64, torch.int64, 0),
-}
+
+@dataclass
+class _PlannedStep:
+    """The step in progress.  ``addressed``: each padded row's place in the masters; the tensors are [padded bs].
+
+    ``offset`` and ``tokens`` hold the state each row had, and after :meth:`SamplerManager.sample` the state it moves
+    to.  ``offset`` is None where the forward itself reads and writes the masters; ``tokens`` then holds what
+    :meth:`SamplerManager.loopback_tokens` read.  ``draws``: calls of sample, where the forward ran as Python.
+    """
+
+    settings: dict[str, torch.Tensor]
+    addressed: np.ndarray
+    index: torch.Tensor
+    offset: torch.Tensor | None
+    tokens: torch.Tensor | None
+    apply_filters: bool
+    lease: SlotLease | None
+    is_capture: bool
+    draws: int = 0
+    faults: torch.Tensor | None = None
 
 
 class SamplerManager(Resource):
     """Draws tokens.
 
-    By master row: settings in NumPy on the host (written at ingest); ``offset`` int64 (draws kept so far) and
-    ``last_token`` int64 on the device, advanced at commit for the rows whose draw is kept.
+    By master row: settings on the host, which may be staged a step ahead; draw state on the device, gathered once
+    the step before has committed.  With ``MSTAR_SAMPLER_INGRAPH_SCATTER`` a leased step gathers and scatters draw
+    state inside its forward and commit issues nothing; other steps gather in plan and scatter at commit.
+
+    ``counters``: ``ingraph_scatter_steps``, ``host_scatter_steps``, ``loopback_steps`` (steps that read the last
+    tokens), ``static_gathers`` and ``static_gather_hits``.
     """
+
+    force_double_buffer = True
+    supports_preplan = True
 
     def __init__(self, spec: SamplerSpec, info: EngineResourceInfo) -> None:
         # What this sampler carries out; a request that asks for more is refused, never served without it.
         self._built = dataclasses.replace(
             spec, enable_repetion_penalty=False, max_repetition_window=0, min_tokens_stop_ids=()
         )
-        self._device = info.device
         draw_kernel()  # compiled at load, not in the first step
-        rows = info.total_rows
-        self._settings = {name: np.full(rows, idle, dtype) for name, (dtype, _, idle) in _SETTINGS.items()}
-        self.offset = torch.zeros(rows, dtype=torch.int64, device=info.device)
+        self._scatters_in_graph = knobs.sampler_ingraph_scatter()
         self.has_slot_masters = knobs.device_loopback_enabled()
-        self.last_token = torch.zeros(rows, dtype=torch.int64, device=info.device)
+        self._capacity = info.capacity
+        num_rows = knobs.sampler_slots() if self._scatters_in_graph else info.total_rows
+        self.counters: Counter[str] = Counter()
+        self._masters = DrawMasters(num_rows, info.device, info.num_slots)
+        self._settings = StaticSettings(info.total_rows, info.device, info.num_slots, self.counters)
+        self._offsets, self._tokens = (StepBuffer(torch.int64, info.device, info.num_slots) for _ in range(2))
+        self._draws = np.zeros(num_rows + 1, np.int64)  # what the master of offsets holds behind the last commit
+        self._draws_per_replay: dict[BucketKey, int] = {}
         self._row_of: dict[int, int] = {}
-        self._new_rows: list[int] = []  # their draw state is zeroed by the next plan, in step order
-        self._version = 0  # moves whenever a setting does
-        self._buffers = {
-            name: StepBuffer(dtype, info.device, info.num_slots) for name, (_, dtype, _) in _SETTINGS.items()
-        }
-        self._row_buffer, self._offset_buffer, self._token_buffer = (
-            StepBuffer(torch.int64, info.device, info.num_slots) for _ in range(3)
-        )
-        self._planned_key: dict[int, tuple[int, bytes]] = {}  # slot -> what its static settings hold
-        self._step_settings: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
-        self._planned: RowSettings | None = None
-        self._apply_filters = True
-        self._loopback: torch.Tensor | None = None
-        self._drawn: torch.Tensor | None = None
-        self._faults: torch.Tensor | None = None
+        self._new_rows: list[int] = []  # restarted by the next plan, behind the steps of their last owners
+        self._planned: _PlannedStep | None = None
 
     @classmethod
     def build(cls, spec: NodeResourceSpec, info: EngineResourceInfo) -> Self:
@@ -73,103 +85,142 @@ class SamplerManager(Resource):
         return cls(spec, info)
 
     def ingest_request(self, request_id: int, row: int, config: ResourceReqConfig | None) -> None:
-        """Takes a :class:`SamplingReqConfig` (None, whole or in a field: the defaults) for master row ``row``."""
+        """Takes a :class:`SamplingReqConfig` (None, whole or in a field: the defaults) for master row ``row``.
+
+        A request that is already there takes new settings and keeps its draw count.  Padding rows hold nothing.
+
+        Raises:
+            ValueError: a setting is outside its range, or more than this sampler carries out.
+            RuntimeError: the row lies beyond the ``MSTAR_SAMPLER_SLOTS`` rows there are.
+        """
+        if row >= self._capacity:
+            return
+        if row >= self._masters.num_rows:
+            raise RuntimeError(f"master row {row} is beyond MSTAR_SAMPLER_SLOTS={self._masters.num_rows}")
         if config is None:
             config = SamplingReqConfig()
         assert isinstance(config, SamplingReqConfig)
         config.validate(self._built)
         given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        config = SamplingReqConfig(**{name: value for name, value in given.items() if value is not None})
-        for name, master in self._settings.items():
-            master[row] = _stored(name, getattr(config, name))
-        self._version += 1
+        self._settings.write(row, SamplingReqConfig(**{k: v for k, v in given.items() if v is not None}))
         if self._row_of.get(request_id) != row:
             self._row_of[request_id] = row
             self._new_rows.append(row)
+            self._draws[row] = 0
 
     def remove_request(self, request_id: int, row: int) -> None:
         if self._row_of.pop(request_id, None) is not None:
-            for name, (_, _, idle) in _SETTINGS.items():
-                self._settings[name][row] = idle
+            self._settings.clear(row)
+
+    def offset_of(self, row: int) -> int:
+        """Draws that the request on master row ``row`` has kept, those of launched steps included."""
+        return int(self._draws[row])
 
     def plan(self, step: ResourceStep, ctx: StepContext) -> None:
         assert isinstance(step, SamplerStep)
+        if ctx.is_preplan:  # draw state is that of the step still running: settings only
+            self._settings.stage(ctx.rows, ctx.slot_lease)
+            return
         if self._new_rows:
-            fresh = torch.tensor(self._new_rows, device=self._device)
-            self.offset[fresh] = 0
-            self.last_token[fresh] = 0
+            self._masters.restart(self._new_rows)
             self._new_rows.clear()
-        rows, settings = self._gather_settings(ctx)
-        offset = self._offset_buffer.view(rows.numel(), ctx.slot_lease)
-        torch.index_select(self.offset, 0, rows, out=offset)
-        self._planned = RowSettings(**settings, offset=offset)
-        if self.has_slot_masters:
-            self._loopback = self._token_buffer.view(rows.numel(), ctx.slot_lease)
-            torch.index_select(self.last_token, 0, rows, out=self._loopback)
-        self._apply_filters = step.apply_filters
-        self._drawn = self._faults = None
+        lease = ctx.slot_lease
+        settings = self._settings.gather(ctx.rows, lease)
+        addressed = self._masters.addressed(ctx.rows, ctx.request_ids, step.kept_rids)
+        index = self._masters.index_row(addressed, lease)
+        offset = tokens = None
+        if not self._is_in_graph(ctx):
+            offset = self._gathered(self._masters.offset, self._offsets, index, lease)
+            if self.has_slot_masters:
+                tokens = self._gathered(self._masters.last_token, self._tokens, index, lease)
+        self._planned = _PlannedStep(
+            settings, addressed, index, offset, tokens, step.apply_filters, lease, is_capture=ctx.capture
+        )
 
-    def _gather_settings(self, ctx: StepContext) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Row index and settings of the step's rows; kept while neither the batch nor any setting changes."""
-        slot = -1 if ctx.slot_lease is None else ctx.slot_lease.slot
-        key = (self._version, ctx.rows.tobytes())
-        if self._planned_key.get(slot) != key:
-            self._step_settings[slot] = (
-                self._row_buffer.put(ctx.rows, ctx.slot_lease),
-                {
-                    name: self._buffers[name].put(master[ctx.rows], ctx.slot_lease)
-                    for name, master in self._settings.items()
-                },
-            )
-            self._planned_key[slot] = key
-        return self._step_settings[slot]
+    def promote_preplan(self, step: ResourceStep, ctx: StepContext) -> None:
+        self.plan(step, ctx)  # finds the settings staged, unless one has moved since
+
+    def clear_preplan(self) -> None:
+        """Staged settings are named by their rows and version: whoever comes next recognises what it can use."""
 
     def loopback_tokens(self) -> torch.Tensor:
-        """Each row's last sampled token in planned order, int64 [padded bs].
+        """Each row's last sampled token in planned order, int64 [padded bs]; valid until :meth:`sample`.
 
         Raises:
             RuntimeError: the sampler keeps no last tokens (``MSTAR_DEVICE_LOOPBACK=0``), or nothing is planned.
         """
-        if self._loopback is None:
+        planned = self._planned
+        if planned is None or not self.has_slot_masters:
             raise RuntimeError("the sampler keeps no last tokens: MSTAR_DEVICE_LOOPBACK is 0 or no step is planned")
-        return self._loopback
+        if not planned.is_capture:
+            self.counters["loopback_steps"] += 1
+        if planned.tokens is None:
+            planned.tokens = self._gathered(self._masters.last_token, self._tokens, planned.index, planned.lease)
+        return planned.tokens
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draws one token per row of the padded batch from ``logits`` [bs, V]; int64 [bs]."""
-        assert self._planned is not None, "sample before plan"
+        """Draws one token per row of the padded batch from ``logits`` [bs, V]; int64 [bs].
+
+        Every further call in a step draws at the next offset.
+        """
+        planned = self._planned
+        assert planned is not None, "sample before plan"
+        masters, offset = self._masters, planned.offset
+        if offset is None:
+            offset = masters.offset.index_select(0, planned.index)
+        planned.draws += 1
+        if planned.lease is not None:
+            self._draws_per_replay[planned.lease.bucket] = planned.draws
         with strict_mode.opaque("sample"):
-            self._drawn, self._faults = sample_rows(logits, self._planned, self._apply_filters)
-        return self._drawn
+            drawn, planned.faults = sample_rows(
+                logits, RowSettings(**planned.settings, offset=offset), planned.apply_filters
+            )
+        # A replay on a device runs none of this Python: state moves through tensors alone.
+        offset.add_(1)
+        if planned.offset is None:
+            masters.scatter(planned.index, offset, drawn if self.has_slot_masters else None)
+        elif planned.tokens is not None:
+            planned.tokens.copy_(drawn)
+        return drawn
 
     def faults(self) -> torch.Tensor:
         """After :meth:`sample`: rows without usable logits (a NaN, a +inf or nothing finite), bool [bs].  Such rows
         were given token 0 and must end with an error."""
-        assert self._faults is not None, "faults before sample"
-        return self._faults
+        faults = None if self._planned is None else self._planned.faults
+        assert faults is not None, "faults before sample"
+        return faults
 
     def commit(self, step: ResourceStep, ctx: StepContext) -> None:
-        assert isinstance(step, SamplerStep)
-        if self._drawn is None:  # the forward drew nothing
+        planned, self._planned = self._planned, None
+        assert planned is not None, "commit before plan"
+        draws = planned.draws
+        if draws == 0 and planned.lease is not None:  # replayed on a device
+            draws = self._draws_per_replay.get(planned.lease.bucket, 0)
+        self._draws[planned.addressed] += draws
+        if planned.offset is None:
+            self.counters["ingraph_scatter_steps"] += 1
             return
-        rows, tokens = ctx.rows[: ctx.num_real], self._drawn[: ctx.num_real]
-        if step.kept_rids is not None:
-            kept = np.flatnonzero(np.isin(ctx.request_ids, list(step.kept_rids)))
-            rows, tokens = rows[kept], tokens[torch.from_numpy(kept).to(self._device)]
-        index = torch.from_numpy(rows).to(self._device)
-        self.offset[index] += 1
-        if self.has_slot_masters:
-            self.last_token[index] = tokens
+        self.counters["host_scatter_steps"] += 1
+        self._masters.scatter(planned.index, planned.offset, planned.tokens)
+
+    def abandon(self, step: ResourceStep, ctx: StepContext) -> None:
+        """Puts the masters back where the last commit left them, in case the forward had moved them itself."""
+        planned, self._planned = self._planned, None
+        if planned is not None and planned.offset is None:
+            before = torch.from_numpy(self._draws[planned.addressed]).to(self._masters.offset.device)
+            self._masters.scatter(planned.index, before, planned.tokens)
 
     def build_accelerator_graph_buffers(self, buckets: Sequence[BucketKey], max_bs: int, max_seq_len: int) -> None:
-        for buffer in (*self._buffers.values(), self._row_buffer, self._offset_buffer, self._token_buffer):
-            buffer.reserve(max_bs)
-        self._planned_key.clear()
+        self._settings.reserve(max_bs)
+        self._masters.reserve(max_bs)
+        self._offsets.reserve(max_bs)
+        self._tokens.reserve(max_bs)
 
+    def _is_in_graph(self, ctx: StepContext) -> bool:
+        return self._scatters_in_graph and ctx.slot_lease is not None
 
-def _stored(name: str, value: Any) -> Any:
-    """A validated setting within its master's range."""
-    if name == "seed":
-        return (value + 2**63) % 2**64 - 2**63
-    if name == "temperature":
-        return min(value, np.finfo(np.float32).max)
-    return min(value, 2**62) if name in ("top_k", "top_p_min_keep") else value
+    @staticmethod
+    def _gathered(
+        master: torch.Tensor, buffer: StepBuffer, index: torch.Tensor, lease: SlotLease | None
+    ) -> torch.Tensor:
+        return torch.index_select(master, 0, index, out=buffer.view(index.numel(), lease))

@@ -1,0 +1,99 @@
+"""The requests an engine serves: their master rows, their state in every resource, and what was cached of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from mstar.engine.inputs import RequestInfo
+from mstar.engine.resources.base import Resource
+from mstar.utils.errors import Unavailable
+
+
+class RequestTable:
+    """Master rows ``0 .. capacity - 1``, handed out highest first, row 0 last.
+
+    ``cached``: request id -> leading prompt tokens that a prefix cache supplied, until the request's first step.
+    """
+
+    def __init__(
+        self, capacity: int, resources: Mapping[str, Resource], forget: Callable[[int], None] = lambda request_id: None
+    ) -> None:
+        """``forget`` is called with the id of every request that leaves, for what others keep of it."""
+        self.capacity = capacity
+        self.cached: dict[int, int] = {}
+        self._resources = resources
+        self._forget = forget
+        self._infos: dict[int, RequestInfo] = {}
+        self._free_rows = [-row for row in range(capacity)]
+        heapq.heapify(self._free_rows)
+        self._last_rows: tuple[tuple[int, ...], np.ndarray] = ((), np.empty(0, np.int64))
+
+    def holds(self, info: RequestInfo) -> bool:
+        """Whether this very request was ingested."""
+        return self._infos.get(info.request_id) is info
+
+    def rows_of(self, request_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
+        """Master rows int64 of the requests that are here, and which those are (None: all, else bool [n]).
+
+        The same ids again cost no look-up.
+        """
+        ids = tuple(request_ids)
+        if self._last_rows[0] != ids:
+            rows = [-1 if (info := self._infos.get(i)) is None else info.row for i in ids]
+            self._last_rows = ids, np.array(rows, np.int64)
+        rows_of = self._last_rows[1]
+        present = rows_of >= 0
+        return (rows_of, None) if present.all() else (rows_of[present], present)
+
+    def ingest(self, info: RequestInfo) -> None:
+        """Gives a request its row and its state in every resource, then whatever prefix of it is cached.
+
+        Idempotent.  What a resource raises leaves nothing behind.
+
+        Raises:
+            ValueError: the id is negative (those belong to padding), or a resource refuses its parameters.
+            Unavailable: all rows are taken.
+        """
+        if info.request_id < 0:
+            raise ValueError(f"request_id must be >= 0, got {info.request_id}")
+        if info.request_id in self._infos:
+            return
+        if not self._free_rows:
+            raise Unavailable(f"all {self.capacity} rows of the engine are taken")
+        info.row = -heapq.heappop(self._free_rows)
+        self._infos[info.request_id] = info
+        try:
+            for key, resource in self._resources.items():
+                resource.ingest_request(info.request_id, info.row, info.resource_configs.get(key))
+            self._take_cached_prefix(info)
+        except BaseException:
+            self.remove(info.request_id)
+            raise
+
+    def remove(self, request_id: int) -> None:
+        """Frees a request's row and its state in every resource; unknown ids are no error."""
+        info = self._infos.pop(request_id, None)
+        if info is None:
+            return
+        for resource in self._resources.values():
+            resource.remove_request(request_id, info.row)
+        heapq.heappush(self._free_rows, -info.row)
+        info.row = -1
+        self.cached.pop(request_id, None)
+        self._last_rows = ((), np.empty(0, np.int64))
+        self._forget(request_id)
+
+    def _take_cached_prefix(self, info: RequestInfo) -> None:
+        """Every resource begins behind the longest prefix that all caches hold; 0 where one cannot skip a prefix."""
+        request_id, matched, resources = info.request_id, 0, self._resources.values()
+        if all(resource.prefix_skip_safe for resource in resources):
+            caches = [resource for resource in resources if resource.enable_prefix_cache(request_id)]
+            matched = min((resource.resolve_cached_prefix(request_id) for resource in caches), default=0)
+        for resource in resources:
+            resource.apply_cached_prefix(request_id, info.row, matched)
+        info.cached_tokens = matched
+        if matched:
+            self.cached[request_id] = matched

@@ -1,0 +1,116 @@
+"""What one label of a step needs in every layer: which tokens go through which kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mstar.engine.resources.attention.config import AttentionConfig
+from mstar.engine.resources.kv.plan import KVPlan
+from mstar.kernels.attention import Group, attend, plan_groups, write_kv
+from mstar.kernels.cpu.paged_decode import PagedDecode, PagedDecodeKernel, first_seen
+
+# Tokens of a row up to which the paged kernel, a query at a time, takes 0.3 to 0.75 of the groups' time; from twice as
+# many it takes more, and four times as much at 4,096.
+SHORT_ROW = 512
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What is the same in every step.  ``kernel`` is None where the device or the dtypes have none of their own."""
+
+    page_size: int
+    max_gather: int  # tokens whose pages one gather may copy
+    device: torch.device
+    dtype: torch.dtype  # of queries
+    kernel: PagedDecodeKernel | None
+
+
+class LabelPlan:
+    """One label's planned attention, the same for all layers; ``layer`` is the next one.
+
+    Leading rows of one new token go through the paged kernel, which stores their keys and values itself; the other
+    rows through groups of equal shape, or through the kernel too while all are short.  Deterministic plans send every
+    token through the kernel, or, where there is none, through a call of its own.
+
+    Args:
+        kv: the label's plan of the cache.
+        spans: int64 [B], query tokens of each row of ``kv``.
+    """
+
+    def __init__(
+        self, kv: KVPlan, spans: np.ndarray, causal: bool, config: AttentionConfig, shape: AttentionShape
+    ) -> None:
+        self.kv, self.layer = kv, 0
+        own_keys = spans is kv.spans or np.array_equal(spans, kv.spans)
+        self.is_decode = kv.is_decode if own_keys else bool((spans == 1).all())  # one query token in every row
+        self.num_tokens = spans.size if self.is_decode else int(spans.sum())
+        if causal and not own_keys and (spans > kv.kv_lens).any():
+            raise ValueError(f"label {kv.label!r}: causal attention with more queries than its rows hold tokens")
+        self.groups: list[Group] = []
+        self._kernel: PagedDecode | None = None
+        starts, pages, window = kv.indptrs.paged_kv_indptr, kv.indptrs.paged_kv_indices, config.sliding_window
+        lead_rows = self._lead = stored_by_kernel = 0
+        if shape.kernel is not None:
+            if own_keys:
+                lead_rows = spans.size if self.is_decode else int(np.argmin(spans == 1))
+            if lead_rows < spans.size and (config.deterministic or _are_short(kv.kv_lens, spans)):
+                self._lead = self.num_tokens
+                self._kernel = PagedDecode.of_rows(
+                    shape.kernel, kv.kv_lens, spans, pages, starts[:-1], causal=causal, window=window
+                )
+            elif lead_rows:
+                self._lead = stored_by_kernel = lead_rows
+                ends = kv.kv_lens[:lead_rows]
+                self._kernel = PagedDecode(shape.kernel, ends, pages, starts[:lead_rows], first_seen(ends, window))
+        if self._lead < self.num_tokens:
+            self.groups = plan_groups(
+                kv.kv_lens[lead_rows:],
+                spans[lead_rows:],
+                pages,
+                starts[lead_rows:],
+                shape.page_size,
+                causal=causal,
+                window=window,
+                max_gather=shape.max_gather,
+                device=shape.device,
+                dtype=shape.dtype,
+                own_keys=own_keys,
+                by_token=config.deterministic,
+            )
+        num_new = kv.spans.size if kv.is_decode else int(kv.spans.sum())
+        self._stored = slice(stored_by_kernel, num_new) if stored_by_kernel < num_new else None
+        if self._stored is not None:
+            self._key_index, self._value_index = kv.key_index[self._stored], kv.value_index[self._stored]
+
+    def attend(
+        self, layer: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scratch: torch.Tensor
+    ) -> torch.Tensor:
+        """Stores the new keys and values in ``layer`` and attends; arguments as :func:`attend` takes them.
+
+        Tokens of q behind the planned ones are those of a padded bucket: they give zeros, and nothing of them is
+        stored.
+        """
+        kernel, lead, count = self._kernel, self._lead, self.num_tokens
+        if self._stored is not None:
+            write_kv(layer, self._key_index, self._value_index, k[self._stored], v[self._stored])
+        if count == q.shape[0]:
+            if kernel is None:
+                return attend(self.groups, layer, q, k, v, scratch)
+            if lead == count:
+                return kernel.attend(layer, q, k, v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out[count:] = 0
+        if kernel is not None:
+            kernel.attend(layer, q[:lead], k[:lead], v[:lead], out[:lead])
+        if lead < count:
+            rest = slice(lead, count)
+            attend(self.groups, layer, q[rest], k[rest], v[rest], scratch, out[rest])
+        return out
+
+
+def _are_short(kv_lens: np.ndarray, spans: np.ndarray) -> bool:
+    """Whether no row of several query tokens is longer than :data:`SHORT_ROW`."""
+    return int(kv_lens[spans > 1].max(initial=0)) <= SHORT_ROW

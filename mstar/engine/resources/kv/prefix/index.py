@@ -1,0 +1,214 @@
+"""The prefix index: which page holds which content, for later requests to share."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mstar.engine.resources.kv.pages import SINK_PAGE, PageArena
+from mstar.engine.resources.kv.prefix.keys import PrefixItem, chain_root, page_keys
+
+NO_PAGE = SINK_PAGE  # the sink is never indexed
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixMatch:
+    """The pages that hold the beginning of a prompt.
+
+    ``pages`` int32 [m]; ``keys``: of all full pages of the prompt, the first m of them matched; ``root``: the key
+    that the first page follows.
+    """
+
+    pages: np.ndarray
+    keys: list[bytes]
+    root: bytes
+
+    @property
+    def num_pages(self) -> int:
+        return self.pages.size
+
+
+class PrefixIndex:
+    """Content key to page.  The index owns its pages and has them sealed.
+
+    An entry is known by its page: arrays by page number hold its token ids, its depth (pages before it), when it was
+    last used, and the entry before it.  Links name that entry's page and serial, so that a link to an evicted entry
+    is dead even when its page holds another entry by now.
+
+    ``counters``: "hits" and "misses" of leases, "hit_tokens", "insertions", "evictions".
+    """
+
+    def __init__(self, arena: PageArena, page_size: int, root: bytes) -> None:
+        self.counters: Counter[str] = Counter()
+        self._arena = arena
+        self._page_size = page_size
+        self._root = root
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        n = arena.num_pages
+        self._ids = np.zeros((n, page_size), np.int32)
+        self._depth = np.zeros(n, np.int32)
+        self._used = np.zeros(n, np.int64)
+        self._serial = np.zeros(n, np.int64)  # 0: no entry
+        self._parent = np.zeros(n, np.int32)
+        self._parent_serial = np.zeros(n, np.int64)
+        self._idle_children = np.zeros(n, np.int64)  # as of the last ranking
+        self._ranking: list[tuple[int, int, int]] = []  # a heap of (last use, serial, page)
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._page_of)
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that :meth:`evict` could free now."""
+        return self._arena.num_idle
+
+    def pages(self) -> np.ndarray:
+        """Every indexed page once, int32 [n]."""
+        return np.flatnonzero(self._serial).astype(np.int32)
+
+    def keys(self, ids: np.ndarray, items: Sequence[PrefixItem] = (), salt: str = "") -> tuple[bytes, list[bytes]]:
+        """The chain root of a request and the keys of all full pages of its prompt ``ids`` [n]."""
+        root = chain_root(self._root, salt)
+        return root, page_keys(root, ids, items, self._page_size)
+
+    def match(self, ids: np.ndarray, items: Sequence[PrefixItem] = (), salt: str = "") -> PrefixMatch:
+        """The longest indexed beginning of prompt ``ids`` [n]: whole pages, and never its last token.
+
+        Takes nothing: :meth:`lease` the match before anything else may evict.
+        """
+        root, keys = self.keys(ids, items, salt)
+        return PrefixMatch(self.find(ids, keys), keys, root)
+
+    def find(self, ids: np.ndarray, keys: Sequence[bytes]) -> np.ndarray:
+        """Pages of the longest indexed beginning of prompt ``ids`` whose full pages have these ``keys``, int32 [m]."""
+        size, found = self._page_size, []
+        for key in keys[: max(len(ids) - 1, 0) // size]:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        pages = np.array(found, np.int32)
+        if found:
+            wanted = np.asarray(ids[: len(found) * size]).reshape(len(found), size)
+            is_equal = (self._ids[pages] == wanted).all(1) & (self._depth[pages] == np.arange(len(found)))
+            if not is_equal.all():
+                pages = pages[: int(np.argmin(is_equal))]
+        return pages
+
+    def num_in_use(self, pages: np.ndarray) -> int:
+        """How many of the matched ``pages`` have an owner besides the index: sharing those takes nothing away."""
+        return int((self._arena.owners(pages) > 1).sum())
+
+    def lease(self, match: PrefixMatch) -> None:
+        """Keeps the match's pages from eviction until :meth:`release`, or until their new owner releases them."""
+        self._arena.share(match.pages)
+        self._used[match.pages] = self._tick()
+        self.counters["hits" if match.num_pages else "misses"] += 1
+        self.counters["hit_tokens"] += match.num_pages * self._page_size
+
+    def release(self, match: PrefixMatch) -> None:
+        """Ends a lease."""
+        self._arena.release(match.pages)
+
+    def trim(self, match: PrefixMatch, num_pages: int) -> PrefixMatch:
+        """The first ``num_pages`` of a leased match; the lease of the others ends."""
+        self._arena.release(match.pages[num_pages:])
+        self.counters["hit_tokens"] -= max(match.num_pages - num_pages, 0) * self._page_size
+        return PrefixMatch(match.pages[:num_pages], match.keys, match.root)
+
+    def insert(self, parent_key: bytes | None, key: bytes, ids: np.ndarray, page: int) -> bool:
+        """Takes ``page``, which holds ``ids`` [page_size], under ``key``; the caller must own it and write it no more.
+
+        ``parent_key`` is the key of the page before it, None for a stream's first page.  False, and nothing taken,
+        when the key has a page already (the first writer wins), the page holds another entry, or the page before it
+        is not indexed, so that no lookup could come by.
+        """
+        return bool(self.insert_pages([(parent_key, key, page)], np.asarray(ids)[None])[0])
+
+    def insert_pages(self, entries: Sequence[tuple[bytes | None, bytes, int]], ids: np.ndarray) -> np.ndarray:
+        """:meth:`insert` for each of ``entries`` (parent key, key, page) in turn, with ``ids`` [n, page_size].
+
+        Returns which were taken, bool [n].
+        """
+        is_taken = np.zeros(len(entries), bool)
+        for i, (parent_key, key, page) in enumerate(entries):
+            parent = NO_PAGE if parent_key is None else self._page_of.get(parent_key, -1)
+            if parent < 0 or key in self._page_of or page in self._key_of:
+                continue
+            self._page_of[key] = page
+            self._key_of[page] = key
+            self._depth[page] = 0 if parent == NO_PAGE else self._depth[parent] + 1
+            self._used[page] = self._serial[page] = self._tick()
+            self._parent[page] = parent
+            self._parent_serial[page] = self._serial[parent]
+            is_taken[i] = True
+        if is_taken.any():
+            pages = np.array([page for _, _, page in entries], np.int32)[is_taken]
+            self._ids[pages] = ids[is_taken]
+            self._arena.seal(pages)
+            self._arena.share(pages)
+            self.counters["insertions"] += pages.size
+        return is_taken
+
+    def evict(self, n: int) -> int:
+        """Frees up to ``n`` pages that the index alone owns, and returns how many.
+
+        Leaves go first, the longest unused before the others, and make leaves of their parents.  An entry whose
+        children are all in use counts as a leaf: they stay with their owners, out of reach until it comes back.
+        """
+        freed: list[int] = []
+        is_fresh = False
+        while len(freed) < n:
+            if not self._ranking:
+                if is_fresh or not self._rank():
+                    break
+                is_fresh = True
+            used, serial, page = heapq.heappop(self._ranking)
+            if self._serial[page] != serial or self._used[page] != used:
+                continue
+            assert self._arena.is_idle(page), "an indexed page was shared without a lease"
+            freed.append(page)
+            self._forget(page)
+            is_fresh = False
+        if freed:
+            self._arena.release(np.array(freed, np.int32))
+            self.counters["evictions"] += len(freed)
+        return len(freed)
+
+    def _rank(self) -> bool:
+        """Ranks the idle leaves anew; whether there are any.
+
+        What turns idle later is in use now, so it is younger than all that is ranked here: ranking again only when
+        the ranking is used up keeps the order, and an eviction costs no scan of the pool.
+        """
+        pages = self.pages()
+        idle = pages[self._arena.owners(pages) == 1]
+        parents = self._parent[idle]
+        is_linked = (parents != NO_PAGE) & (self._serial[parents] == self._parent_serial[idle])
+        self._idle_children = np.bincount(parents[is_linked], minlength=self._arena.num_pages)
+        leaves = idle[self._idle_children[idle] == 0]
+        leaves = leaves[np.argsort(self._used[leaves], kind="stable")]
+        self._ranking = list(
+            zip(self._used[leaves].tolist(), self._serial[leaves].tolist(), leaves.tolist(), strict=True)
+        )
+        return bool(self._ranking)
+
+    def _forget(self, page: int) -> None:
+        """Drops an idle entry; its parent is ranked when that was its last idle child."""
+        parent = int(self._parent[page])
+        if parent != NO_PAGE and self._serial[parent] == self._parent_serial[page]:
+            self._idle_children[parent] -= 1
+            if self._idle_children[parent] <= 0 and self._arena.is_idle(parent):
+                heapq.heappush(self._ranking, (int(self._used[parent]), int(self._serial[parent]), parent))
+        del self._page_of[self._key_of.pop(page)]
+        self._serial[page] = 0
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

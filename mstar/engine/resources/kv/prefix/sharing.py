@@ -1,0 +1,119 @@
+"""Requests and the prefix index: what a prompt finds there, and what its stream leaves there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mstar.engine.resources.kv.config import KVReqConfig
+from mstar.engine.resources.kv.prefix.chains import PrefixChains
+from mstar.engine.resources.kv.prefix.index import PrefixIndex, PrefixMatch
+from mstar.engine.resources.kv.streams import Streams
+from mstar.engine.resources.step import MAIN_LABEL
+
+
+class PrefixSharing:
+    """Streams "main" of requests that share: a request is matched once, starts on the matched pages, and its own full
+    pages are offered to the index as they are committed.
+
+    Streams of this label have the numbers of their master rows.  A match is leased from :meth:`resolve` until
+    :meth:`apply` makes its pages the stream's.
+    """
+
+    def __init__(self, index: PrefixIndex, chains: PrefixChains, streams: Streams, page_size: int) -> None:
+        self.index = index
+        self.chains = chains
+        self._streams = streams
+        self._page_size = page_size
+        self._configs: dict[int, KVReqConfig] = {}
+        self._matches: dict[int, PrefixMatch] = {}
+        self._leased: set[int] = set()
+        self._is_due = False
+
+    def ingest(self, request_id: int, config: KVReqConfig) -> None:
+        """Takes a request, unless it doesn't share."""
+        if _shares(config):
+            self._configs[request_id] = config
+
+    def shares(self, request_id: int) -> bool:
+        return request_id in self._configs
+
+    def lent_to(self, config: KVReqConfig) -> int:
+        """Pages that the request would get out of the index and that others hold already."""
+        if not _shares(config):
+            return 0
+        assert config.prompt_ids is not None
+        if config.prefix_keys is None:  # hashed once, however often a waiting request asks
+            config.prefix_keys = self.index.keys(config.prompt_ids, config.prefix_items, config.prefix_salt)[1]
+        return self.index.num_in_use(self.index.find(config.prompt_ids, config.prefix_keys))
+
+    def resolve(self, request_id: int) -> int:
+        """Leading tokens of the prompt that are indexed, now leased; asked again, it answers the same."""
+        match = self._matches.get(request_id)
+        if match is None:
+            config = self._configs[request_id]
+            assert config.prompt_ids is not None
+            match = self.index.match(config.prompt_ids, config.prefix_items, config.prefix_salt)
+            self.index.lease(match)
+            self._matches[request_id] = match
+            self._leased.add(request_id)
+        return match.num_pages * self._page_size
+
+    def apply(self, request_id: int, row: int, matched_len: int) -> None:
+        """Starts the request's stream on the first ``matched_len`` tokens of its match, a multiple of the page size."""
+        if request_id not in self._leased:
+            return
+        assert matched_len % self._page_size == 0, "a part of a shared page cannot be written behind"
+        self._leased.remove(request_id)
+        match = self._matches[request_id] = self.index.trim(self._matches[request_id], matched_len // self._page_size)
+        if matched_len:
+            assert self._streams.num_pages[row] == 0, "a prefix is applied to a stream that has begun"
+            self._streams.put_in(row, match.pages, matched_len)
+        config = self._configs[request_id]
+        assert config.prompt_ids is not None
+        self.chains.begin(row, config.prompt_ids, match, config.prefix_items)
+
+    def extend(self, streams: np.ndarray, tokens: np.ndarray) -> None:
+        """Kept tokens int64 [n], one for each of ``streams`` int64 [n]."""
+        waiting = self.chains.backlog_steps
+        self.chains.extend(streams, tokens)
+        self._is_due |= self.chains.backlog_steps <= waiting
+
+    def flush(self) -> None:
+        """Adds all kept tokens to their chains.  Idempotent."""
+        self.chains.flush_chain_backlog()
+        self._is_due = True
+
+    def committed(self, streams: np.ndarray, is_decode: bool) -> None:
+        """Streams of "main" int64 [n] that a commit has made longer.
+
+        After a decode step only when chains have got longer since the last time: most of a step's cost here is to
+        find out that nothing new can be offered.
+        """
+        if is_decode and not self._is_due:
+            return
+        self._is_due = self._is_due and not is_decode
+        self._offer(streams)
+
+    def _offer(self, streams: np.ndarray) -> None:
+        self.chains.committed(streams, self._streams.stored_len[streams], self._streams.page_table)
+
+    def leave(self, request_id: int, row: int) -> None:
+        """The request goes; what it has committed may be shared from now on."""
+        if self.chains.is_live(row):
+            self.chains.flush(row)
+            self._offer(np.array([row]))
+            self.chains.end(row)
+        match = self._matches.pop(request_id, None)
+        if request_id in self._leased and match is not None:
+            self._leased.remove(request_id)
+            self.index.release(match)
+        self._configs.pop(request_id, None)
+
+    def leased_pages(self) -> list[np.ndarray]:
+        """Pages owned by leases that were not applied."""
+        return [self._matches[request_id].pages for request_id in self._leased]
+
+
+def _shares(config: KVReqConfig) -> bool:
+    """Not without ids, against the request's own wish, or with labels besides "main"."""
+    return config.use_prefix_cache and config.prompt_ids is not None and config.all_labels == (MAIN_LABEL,)

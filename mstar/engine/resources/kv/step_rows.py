@@ -1,0 +1,124 @@
+"""A step's segments as streams: what is planned together, and which of it belongs to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from mstar.engine.resources.kv.streams import Streams
+from mstar.engine.resources.ragged import indptr
+from mstar.engine.resources.step import LabelRows
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRows:
+    """The rows of one plan label, in the order in which they are planned, and what follows from their spans alone."""
+
+    label: str
+    rows: np.ndarray  # int64 [B], master rows
+    streams: np.ndarray  # int64 [B]
+    spans: np.ndarray  # int64 [B], new tokens
+    is_real: np.ndarray  # int64 [B], 1 where the row belongs to a request, 0 where it is padding
+    num_real: int
+    qo_indptr: np.ndarray  # int32 [B + 1]
+    num_tokens: int
+    is_decode: bool  # every row has exactly one new token
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """All segments of a step: by plan label, and those of real rows, label by label, as arrays int64 [n]."""
+
+    planned: tuple[PlannedRows, ...]
+    rows: np.ndarray
+    streams: np.ndarray
+    spans: np.ndarray
+    growing: np.ndarray  # the streams whose span is not 0
+    main: np.ndarray  # those of them that are of label "main"
+    is_decode: bool  # every row of every label, padding included, has exactly one new token
+    real_of_label: tuple[tuple[LabelRows, np.ndarray], ...]  # with the positions of its real rows
+
+    def owner_of(self, index: int) -> tuple[int, str]:
+        """Request id and label of real segment ``index``."""
+        for label_rows, real in self.real_of_label:
+            if index < real.size:
+                return label_rows.request_ids[int(real[index])], label_rows.label
+            index -= real.size
+        raise IndexError(index)
+
+
+def step_rows(
+    labels: Mapping[str, LabelRows], combined: Mapping[tuple[str, ...], str], streams: Streams, capacity: int
+) -> StepRows:
+    """Resolves a step's segments.  Master rows from ``capacity`` are padding.
+
+    Raises:
+        KeyError: a combined label without segments.
+    """
+    of_label = {label: streams.of(label, rows.rows) for label, rows in labels.items()}
+    planned = tuple(
+        _planned(plan_label, group, [of_label[rows.label] for rows in group], capacity)
+        for plan_label, group in group_by_plan_label(labels, combined).items()
+    )
+    real_of_label = tuple((rows, np.flatnonzero(rows.rows < capacity)) for rows in labels.values())
+    real_rows = joined([_taken(rows.rows, real) for rows, real in real_of_label])
+    real_streams = joined([_taken(of_label[rows.label], real) for rows, real in real_of_label])
+    spans = joined([_taken(rows.spans, real) for rows, real in real_of_label])
+    growing = real_streams if spans.all() else real_streams[spans > 0]
+    is_main = growing < streams.total_rows
+    return StepRows(
+        planned=planned,
+        rows=real_rows,
+        streams=real_streams,
+        spans=spans,
+        growing=growing,
+        main=growing if is_main.all() else growing[is_main],
+        is_decode=all(part.is_decode for part in planned),
+        real_of_label=real_of_label,
+    )
+
+
+def group_by_plan_label(
+    labels: Mapping[str, LabelRows], combined: Mapping[tuple[str, ...], str]
+) -> dict[str, tuple[LabelRows, ...]]:
+    """Which labels are planned under which name: the combined ones end to end, each other one alone.
+
+    Raises:
+        KeyError: a combined label without segments.
+    """
+    taken = {source for sources in combined for source in sources}
+    groups: dict[str, tuple[LabelRows, ...]] = {label: (rows,) for label, rows in labels.items() if label not in taken}
+    for sources, plan_label in combined.items():
+        missing = [source for source in sources if source not in labels]
+        if missing:
+            raise KeyError(f"plan label {plan_label!r} combines labels without segments: {', '.join(missing)}")
+        groups[plan_label] = tuple(labels[source] for source in sources)
+    return groups
+
+
+def joined(parts: list[np.ndarray]) -> np.ndarray:
+    """The arrays end to end; the array itself when there is one."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def _planned(label: str, group: tuple[LabelRows, ...], streams: list[np.ndarray], capacity: int) -> PlannedRows:
+    rows = joined([part.rows for part in group])
+    spans = joined([part.spans for part in group])
+    qo_indptr = indptr(spans)
+    return PlannedRows(
+        label=label,
+        rows=rows,
+        streams=joined(streams),
+        spans=spans,
+        is_real=(rows < capacity).astype(np.int64),
+        num_real=sum(part.num_real for part in group),
+        qo_indptr=qo_indptr.astype(np.int32),
+        num_tokens=int(qo_indptr[-1]),
+        is_decode=bool((spans == 1).all()),
+    )
+
+
+def _taken(array: np.ndarray, index: np.ndarray) -> np.ndarray:
+    return array if index.size == array.size else array[index]

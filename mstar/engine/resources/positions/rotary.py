@@ -1,0 +1,124 @@
+"""From a step's positions to the rotary tables its forward turns heads by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mstar.engine.resources.base import EngineResourceInfo
+from mstar.engine.resources.positions.config import PositionConfig
+from mstar.engine.resources.ragged import indptr
+from mstar.engine.resources.static import StepBuffer
+from mstar.engine.resources.step import SlotLease
+from mstar.kernels import rope, rope_frequencies
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Positions:
+    """What is planned of one label, on the device.
+
+    ``ids`` int64 [n], or [n, 3] where positions are three-fold.  ``bases`` fp32 [n], each token's theta, under dynamic
+    scaling only.  ``tables`` are cosine and sine, [n, 1, rotary_dim] each; None until the forward builds them.
+    """
+
+    ids: torch.Tensor
+    bases: torch.Tensor | None
+    tables: Tables | None = None
+
+
+class Rotary:
+    """The rotary embedding of one configuration: a function of positions, without state of requests.
+
+    ``axes`` is 3 where positions are three-fold, else 1.
+    """
+
+    def __init__(self, config: PositionConfig, head_dim: int, info: EngineResourceInfo) -> None:
+        """Raises ValueError for a rotary width, sections or scaling that do not fit; names what is wrong."""
+        dim = config.rotary_dim or head_dim
+        if dim % 2 or not 0 < dim <= head_dim:
+            raise ValueError(f"rotary_dim must be even and in 2..{head_dim}, got {dim}")
+        section = config.mrope_section
+        if section is not None and sum(section) != dim // 2:
+            raise ValueError(f"mrope_section must sum to {dim // 2}, half of rotary_dim, got {section}")
+        self.dim = dim
+        self.dtype = config.rope_dtype or info.dtype
+        self.axes = 1 if section is None else 3
+        self.is_dynamic = rope_frequencies.scaling_type(config.rope_scaling) == rope_frequencies.DYNAMIC
+        self._config = config
+        frequencies = rope_frequencies.inverse_frequencies(dim, config.rope_theta, config.rope_scaling)
+        self._frequencies = self._scaled(frequencies).to(info.device)
+        self._factor = rope_frequencies.attention_factor(config.rope_scaling)
+        self._axes = None
+        if section is not None:
+            self._axes = torch.tensor(rope.axes_of(section, config.mrope_interleaved), device=info.device)
+
+    def bases(self, ids: np.ndarray, spans: np.ndarray) -> np.ndarray | None:
+        """Each token's theta fp32 [n] under dynamic scaling, which follows the last position of the token's row.
+
+        ``ids`` int64 [n * axes] in token order, rows of ``spans`` [B] tokens end to end.
+        """
+        if not self.is_dynamic:
+            return None
+        assert self._config.rope_scaling is not None
+        spans = spans[spans > 0]
+        lengths = np.maximum.reduceat(ids, indptr(spans * self.axes)[:-1]) + 1 if spans.size else ids
+        scaling = self._config.rope_scaling
+        rows = rope_frequencies.dynamic_bases(lengths, self.dim, self._config.rope_theta, scaling)
+        return np.repeat(rows, spans)
+
+    def tables(self, positions: Positions, out: Tables | None = None) -> Tables:
+        """Cosine and sine in ``dtype``; into ``out`` where given.  The same bits either way."""
+        frequencies = self._frequencies
+        if positions.bases is not None:
+            frequencies = self._scaled(rope_frequencies.frequencies_of(positions.bases, self.dim))
+        ids = positions.ids if self.axes == 1 else positions.ids.t()
+        interleave = self._config.interleave
+        cos, sin = rope.cos_sin(ids, frequencies, interleave, factor=self._factor, axes=self._axes, out=out)
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def _scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
+        scale = self._config.rope_scale
+        return frequencies if scale == 1 else frequencies / scale
+
+
+class LabelBuffers:
+    """The static buffers of one label: a leased step's ids, thetas and tables lie at addresses of its slot.
+
+    Their tails keep old contents, which are positions of some earlier step.
+    """
+
+    def __init__(self, rotary: Rotary, theta: float, info: EngineResourceInfo) -> None:
+        self._rotary = rotary
+        self._ids = StepBuffer(torch.int64, info.device, info.num_slots)
+        self._bases = StepBuffer(torch.float32, info.device, info.num_slots, fill=theta)
+        self._tables = [StepBuffer(rotary.dtype, info.device, info.num_slots) for _ in range(2)]
+
+    def reserve(self, tokens: int) -> None:
+        """Room for steps of ``tokens``; moves the buffers when it grows them."""
+        self._ids.reserve(tokens * self._rotary.axes)
+        if self._rotary.is_dynamic:
+            self._bases.reserve(tokens)
+        for buffer in self._tables:
+            buffer.reserve(tokens * self._rotary.dim)
+
+    def put(
+        self, ids: np.ndarray | torch.Tensor, bases: np.ndarray | None, tokens: int, lease: SlotLease | None
+    ) -> Positions:
+        """``ids`` flat in token order, ``bases`` by token; both as the first of ``tokens`` tokens."""
+        axes = self._rotary.axes
+        device_ids = self._ids.put_head(ids, tokens * axes, lease)
+        device_bases = None if bases is None else self._bases.put_head(bases, tokens, lease)
+        return Positions(device_ids if axes == 1 else device_ids.view(tokens, axes), device_bases)
+
+    def build_tables(self, positions: Positions, lease: SlotLease | None) -> None:
+        """Stages the tables: in the slot's buffers under a lease."""
+        out = None
+        if lease is not None:
+            tokens, dim = positions.ids.shape[0], self._rotary.dim
+            cos, sin = (buffer.view(tokens * dim, lease).view(tokens, 1, dim) for buffer in self._tables)
+            out = (cos, sin)
+        positions.tables = self._rotary.tables(positions, out)

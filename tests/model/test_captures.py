@@ -1,0 +1,53 @@
+"""Which shapes of a text model's steps are captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mstar.model.captures import dense_ladder, doubling_ladder, text_graph_configs
+from mstar.model.text_rows import LOOPBACK, collate
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
+
+
+def configs(device: str, **options):
+    return text_graph_configs(torch.device(device), max_rows=48, max_tokens=500, **options)
+
+
+def test_ladders_end_with_the_largest_size() -> None:
+    assert dense_ladder(5) == [1, 2, 3, 4, 5]
+    assert dense_ladder(100)[-5:] == [72, 80, 88, 96, 100]
+    assert dense_ladder(1000)[-2:] == [992, 1000]
+    assert doubling_ladder(1, 1) == [1]
+    assert doubling_ladder(32, 100) == [32, 64, 100]
+
+
+@DEVICES
+def test_captures_hold_the_largest_step(device: str) -> None:
+    decode, packed = configs(device)
+    assert max(decode.capture_batch_sizes) == max(packed.capture_batch_sizes) == 48
+    assert max(packed.get_total_tokens(48)) == 500 + 48, "all prompt tokens, and a decode row each"
+
+
+def test_decode_sizes_can_be_given() -> None:
+    decode, _ = configs("cpu", decode_sizes=(8, 2, 8))
+    assert decode.capture_batch_sizes == [2, 8]
+
+
+@DEVICES
+def test_prefill_and_mixed_steps_share_their_captures(device: str) -> None:
+    _, packed = configs(device)
+    assert packed.capture_graph_walk == "prefill"
+    assert packed.replay_graph_walks == ["prefill", "mixed"]
+    assert [row.input_seq_len for row in packed.get_node_inputs(3, 10)] == [1, 1, 8]
+
+
+@DEVICES
+def test_padding_rows_add_no_token_to_a_packed_step_and_one_each_to_decode(device: str) -> None:
+    decode, packed = configs(device)
+    assert [row.input_seq_len for row in packed.get_node_inputs(3, 0)] == [0, 0, 0]
+    padding = decode.get_node_inputs(3, 0)
+    assert [row.input_seq_len for row in padding] == [1, 1, 1]
+    assert collate(padding, None, torch.device("cpu")).tolist() == [0, 0, 0], "a valid token, where none is kept"
+    assert all(LOOPBACK in row.tensors for row in padding)
