@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from mstar.conductor.pools import Pools
 from mstar.conductor.queue import Limits
 from mstar.conductor.request import EngineRequest
@@ -27,8 +29,8 @@ class Admission:
             raise InvalidArgument("prompt", "at least one token", "none")
         if ids.size >= context:
             raise InvalidArgument("prompt", f"at most {context - 1} tokens (context limit {context})", ids.size)
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._limits.vocab_size:
+        if int(np.maximum.reduce(ids.view(np.uint32))) >= self._limits.vocab_size:  # negative ones are largest
+            low, high = int(ids.min()), int(ids.max())
             raise InvalidArgument("prompt", f"token ids in [0, {self._limits.vocab_size})", low if low < 0 else high)
         room = context - ids.size
         if request.max_tokens is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mstar.conductor.lanes import Lane
-from mstar.conductor.rows import IDLE, RowTable
+from mstar.conductor.rows import RowTable
 from mstar.engine.batch import Batch
 
 
@@ -44,7 +44,7 @@ class Batcher:
         self._combined = combined
         self._entry_state = entry_state
         self._max_batch_tokens = max_batch_tokens
-        self._last_run = np.full(len(plain), -1, np.int64)
+        self._last_run = [-1] * len(plain)
         self._steps = 0
         self._last_pick: dict[str, Pick] = {}  # by node and walk
         self._steady: tuple[int, Pick | None] = (-1, None)  # the table's version when this pick had all ready rows
@@ -53,33 +53,34 @@ class Batcher:
         """The next step's rows; None when no row can run.  Asked again, it answers the same until :meth:`ran`."""
         if table.version == self._steady[0]:
             return self._steady[1]
-        ready = (table.state != IDLE) & ~table.is_held
-        counts = np.bincount(table.state[ready], minlength=len(self._plain))
-        states = np.flatnonzero(counts)
-        if not states.size:
+        ready = table.ready_states()
+        counts = np.bincount(ready + 1, minlength=len(self._plain) + 1).tolist()[1:]  # IDLE is -1
+        states = [state for state, count in enumerate(counts) if count]
+        if not states:
             return None
-        state = int(states[np.argmin(self._last_run[states])])
-        if states.size > 1:
+        state = min(states, key=self._last_run.__getitem__)
+        if len(states) > 1:
             for lane in self._combined:
                 if state in lane.states and all(counts[each] for each in lane.states):
                     parts = self._parts(table, lane, ready)
                     if parts is not None:
                         return self._make(table, lane, parts)
-        rows = self._cut(table, state, np.flatnonzero(ready & (table.state == state)))
+        rows = self._cut(table, state, _rows_in(ready, state))
         pick = self._make(table, self._plain[state], [rows])
-        if rows.size == counts.sum():
+        if rows.size == sum(counts):
             self._steady = table.version, pick
         return pick
 
     def ran(self, table: RowTable, pick: Pick) -> None:
         """The pick was launched: others come first now."""
-        self._last_run[list(pick.lane.states)] = self._steps
+        for state in pick.lane.states:
+            self._last_run[state] = self._steps
         table.last_step[pick.rows] = self._steps
         self._steps += 1
 
     def _parts(self, table: RowTable, lane: Lane, ready: np.ndarray) -> list[np.ndarray] | None:
         """All ready rows of one token, and the prompts that fit beside them; None when not even one does."""
-        parts = [np.flatnonzero(ready & (table.state == state)) for state in lane.states]
+        parts = [_rows_in(ready, state) for state in lane.states]
         taken = sum(rows.size for rows in parts[:-1])
         prompts, tokens = _oldest(table, parts[-1]), self._max_batch_tokens
         if lane.max_rows is not None:
@@ -96,7 +97,7 @@ class Batcher:
         if state != self._entry_state:
             if rows.size <= bound:
                 return rows
-            order = np.lexsort((table.request_id[rows], table.issued[rows], table.last_step[rows]))
+            order = np.lexsort((table.request_id[rows], table.issued.values[rows], table.last_step[rows]))
             return np.sort(rows[order[:bound]])
         rows = _oldest(table, rows)
         tokens = min(self._max_batch_tokens, lane.max_tokens or self._max_batch_tokens)
@@ -108,9 +109,9 @@ class Batcher:
         ids = table.request_id[rows]
         key = f"{lane.node}/{lane.walk}"
         last = self._last_pick.get(key)
-        if last is not None and np.array_equal(last.request_ids, ids):
+        if last is not None and last.request_ids.size == ids.size and (last.request_ids == ids).all():
             return last
-        infos = [info for row in rows.tolist() if (info := table.infos[row]) is not None]
+        infos = tuple(table.infos[rows].tolist())
         walks = None
         if len(parts) > 1:
             walks = tuple(
@@ -121,6 +122,10 @@ class Batcher:
         pick = Pick(lane, rows, ids, Batch(node=lane.node, graph_walk=lane.walk, infos=infos, row_walks=walks))
         self._last_pick[key] = pick
         return pick
+
+
+def _rows_in(ready: np.ndarray, state: int) -> np.ndarray:
+    return (ready == state).nonzero()[0]
 
 
 def _oldest(table: RowTable, rows: np.ndarray) -> np.ndarray:

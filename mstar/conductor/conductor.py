@@ -123,7 +123,7 @@ class Conductor:
         """Ends a request whose text was found complete after ``kept_tokens``; it is reported no more."""
         row = self._table.row_of.get(request_id)
         if row is not None:
-            self.counters.overshoot_tokens += max(int(self._table.generated[row]) - kept_tokens, 0)
+            self.counters.overshoot_tokens += max(int(self._table.generated.values[row]) - kept_tokens, 0)
             self._departures.leave(row, FinishReason.STOP)
         elif self._queue.remove(request_id) is not None:
             self.counters.finished[FinishReason.STOP] += 1

@@ -23,7 +23,7 @@ class Joining:
         self._window = pools.window
         self._infos: dict[int, RequestInfo] = {}  # of those that were looked at
         self._refused: set[int] = set()
-        self._refused_at: tuple[Hashable, ...] = ()  # the pools and the head that _refused was told by
+        self._refused_at: tuple[Hashable, ...] = ()  # the pools and the head by which _refused was told
         self._seen = -1  # arrivals when the last look found nobody
 
     def next(self) -> tuple[Waiting, RequestInfo] | None:
@@ -31,11 +31,11 @@ class Joining:
         head = self._queue.head()
         if head is None:
             return None
-        state = (self._pools.version, head.request_id)
-        if state != self._refused_at:
-            self._refused_at, self._refused, self._seen = state, set(), -1
-        elif self._queue.num_pushed == self._seen:
-            return None
+        if self._refused:
+            if (self._pools.version, head.request_id) != self._refused_at:
+                self._refused, self._seen = set(), -1
+            elif self._queue.num_pushed == self._seen:
+                return None
         looked, found = {}, None
         for waiting in self._queue.first(self._window):
             info = looked[waiting.request_id] = self._info(waiting)
@@ -43,6 +43,8 @@ class Joining:
                 if self._fits(info, looked[head.request_id]):
                     found = waiting, info
                     break
+                if not self._refused:
+                    self._refused_at = (self._pools.version, head.request_id)
                 self._refused.add(waiting.request_id)
         else:
             self._infos, self._seen = looked, self._queue.num_pushed

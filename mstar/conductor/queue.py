@@ -6,6 +6,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mstar.conductor.request import EngineRequest
 
@@ -29,8 +30,7 @@ class Limits:
     mixed_steps: bool = False
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """An accepted request without a row; ``limit`` is the most tokens it may generate."""
 
     request_id: int

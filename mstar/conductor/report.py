@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +29,8 @@ class StepReport:
     ``clients`` and ``tickets`` are what the request was submitted under.  ``tokens`` holds -1 where a row ends
     without output; ``finish`` is a :class:`FinishReason`.  ``num_stepped`` counts rows of the step that was
     launched: 0 means that none could run.  ``cached_prompt_tokens`` are what the requests that joined found in a
-    prefix cache.
+    prefix cache.  ``only_client`` is the client of every row; None where there are several, or nobody looked.
+    Arrays may be shared with later reports: read only.
     """
 
     request_ids: np.ndarray  # int64
@@ -39,13 +41,29 @@ class StepReport:
     failures: list[Failure] = field(default_factory=list)
     num_stepped: int = 0
     cached_prompt_tokens: int = 0
+    only_client: int | None = None
+
+
+class Named(NamedTuple):
+    """Who the rows of a chunk are; every array int64 [rows], ``only_client`` as in :class:`StepReport`."""
+
+    request_ids: np.ndarray
+    clients: np.ndarray
+    tickets: np.ndarray
+    only_client: int | None
+
+
+def named(request_ids: np.ndarray, clients: np.ndarray, tickets: np.ndarray) -> Named:
+    """Rows, at least one of them, by what they were submitted under."""
+    first = clients[0]
+    return Named(request_ids, clients, tickets, int(first) if (clients == first).all() else None)
 
 
 class Outbox:
     """Collects what one report will say: array chunks from steps, single rows from departures."""
 
     def __init__(self) -> None:
-        self._chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        self._chunks: list[tuple[Named, np.ndarray, np.ndarray]] = []
         self._failures: list[Failure] = []
         self._num_stepped = 0
         self._cached_prompt_tokens = 0
@@ -53,15 +71,9 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._chunks or self._failures)
 
-    def add_step(
-        self,
-        request_ids: np.ndarray,
-        clients: np.ndarray,
-        tickets: np.ndarray,
-        tokens: np.ndarray,
-        finish: np.ndarray,
-    ) -> None:
-        self._chunks.append((request_ids, clients, tickets, tokens, finish))
+    def add_step(self, named: Named, tokens: np.ndarray, finish: np.ndarray) -> None:
+        """Rows of one step: tokens int32 [rows], finish uint8 [rows]."""
+        self._chunks.append((named, tokens, finish))
 
     def add_launch(self, num_rows: int) -> None:
         self._num_stepped += num_rows
@@ -72,28 +84,38 @@ class Outbox:
     def add_end(self, request_id: int, client: int, ticket: int, finish: FinishReason) -> None:
         """A request that ended outside a step."""
         ids = np.array([[request_id], [client], [ticket]], np.int64)
-        self._chunks.append((ids[0], ids[1], ids[2], np.array([NO_TOKEN], np.int32), np.array([finish], np.uint8)))
+        named = Named(ids[0], ids[1], ids[2], client)
+        self._chunks.append((named, np.array([NO_TOKEN], np.int32), np.array([finish], np.uint8)))
 
     def add_failure(self, failure: Failure) -> None:
         self._failures.append(failure)
 
     def take(self) -> StepReport:
         """All that was collected since the last take."""
-        if len(self._chunks) == 1:
-            columns = self._chunks[0]
-        elif self._chunks:
-            columns = tuple(np.concatenate(column) for column in zip(*self._chunks, strict=True))  # type: ignore[assignment]
-        else:
-            columns = _EMPTY
-        report = StepReport(*columns, self._failures, self._num_stepped, self._cached_prompt_tokens)
+        rows, tokens, finish = self._chunks[0] if len(self._chunks) == 1 else _joined(self._chunks)
+        report = StepReport(
+            rows.request_ids,
+            rows.clients,
+            rows.tickets,
+            tokens,
+            finish,
+            self._failures,
+            self._num_stepped,
+            self._cached_prompt_tokens,
+            rows.only_client,
+        )
         self._chunks, self._failures, self._num_stepped, self._cached_prompt_tokens = [], [], 0, 0
         return report
 
 
-_EMPTY = (
-    np.empty(0, np.int64),
-    np.empty(0, np.int64),
-    np.empty(0, np.int64),
-    np.empty(0, np.int32),
-    np.empty(0, np.uint8),
-)
+def _joined(chunks: list[tuple[Named, np.ndarray, np.ndarray]]) -> tuple[Named, np.ndarray, np.ndarray]:
+    if not chunks:
+        return _NOBODY, np.empty(0, np.int32), np.empty(0, np.uint8)
+    rows, tokens, finish = zip(*chunks, strict=True)
+    ids, clients, tickets, only = zip(*rows, strict=True)
+    only_client = only[0] if only.count(only[0]) == len(only) else None
+    joined = Named(np.concatenate(ids), np.concatenate(clients), np.concatenate(tickets), only_client)
+    return joined, np.concatenate(tokens), np.concatenate(finish)
+
+
+_NOBODY = Named(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), None)

@@ -7,6 +7,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
+_INT32 = np.dtype("<i4")
 NO_TOKEN = -1  # in a row of tokens: the row brings none (an end-of-sequence token is no output)
 
 
@@ -48,4 +49,4 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def prompt_array(self) -> np.ndarray:
         """int32 [prompt tokens], read only."""
-        return np.frombuffer(self.prompt_ids, dtype="<i4")
+        return np.frombuffer(self.prompt_ids, _INT32)

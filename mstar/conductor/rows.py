@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mstar.conductor.queue import Waiting
+from mstar.conductor.row_counts import RowCounts
 from mstar.engine.inputs import RequestInfo
 
 IDLE = -1  # the state of a row that no step can run
@@ -14,7 +15,7 @@ class RowTable:
     """One entry per master row [capacity]; filled when a request joins, cleared when it leaves.
 
     ``state``: where the request's next step is, from what was launched so far; IDLE without a request, and when its
-    last token was launched.  ``iteration``: rounds of the loop it is in.  ``limit``: most tokens it may generate.
+    last token was launched.  ``rounds``: of the loop it is in.  ``limit``: most tokens it may generate.
     ``issued``: tokens whose step was launched, ``generated``: those that came to the host.  ``prompt_tokens``: what
     its first step brings, the prompt less its cached prefix.  ``is_held``: sits out steps until another request
     leaves.  ``last_step``: number of the step that ran it last, -1 before its first.  ``stop_ids`` [capacity, most
@@ -27,23 +28,28 @@ class RowTable:
         self.client = np.zeros(capacity, np.int64)
         self.ticket = np.zeros(capacity, np.int64)
         self.state = np.full(capacity, IDLE, np.int64)
-        self.iteration = np.zeros(capacity, np.int64)
+        self.rounds = RowCounts(capacity)
         self.prompt_tokens = np.zeros(capacity, np.int64)
-        self.issued = np.zeros(capacity, np.int64)
-        self.generated = np.zeros(capacity, np.int64)
+        self.issued = RowCounts(capacity)
+        self.generated = RowCounts(capacity)
         self.limit = np.zeros(capacity, np.int64)
         self.ignore_eos = np.zeros(capacity, bool)
         self.is_held = np.zeros(capacity, bool)
         self.last_step = np.full(capacity, -1, np.int64)
         self.stop_ids = np.full((capacity, 0), -1, np.int64)
-        self.infos: list[RequestInfo | None] = [None] * capacity
+        self.infos = np.full(capacity, None, object)  # of RequestInfo
         self.row_of: dict[int, int] = {}
         self.num_left = 0
         self.version = 0
+        self._has_held = False
 
     @property
     def num_running(self) -> int:
         return len(self.row_of)
+
+    def ready_states(self) -> np.ndarray:
+        """int64 [capacity]: ``state``, IDLE also where a row is held; read only."""
+        return np.where(self.is_held, IDLE, self.state) if self._has_held else self.state
 
     def join(self, waiting: Waiting, info: RequestInfo, state: int) -> None:
         """Writes a request into the row the engine gave it."""
@@ -52,10 +58,10 @@ class RowTable:
         self.client[row] = waiting.client
         self.ticket[row] = waiting.ticket
         self.state[row] = state
-        self.iteration[row] = 0
+        self.rounds.values[row] = 0
         self.prompt_tokens[row] = request.num_prompt_tokens - info.cached_tokens
-        self.issued[row] = 0
-        self.generated[row] = 0
+        self.issued.values[row] = 0
+        self.generated.values[row] = 0
         self.limit[row] = waiting.limit
         self.ignore_eos[row] = request.ignore_eos
         self.is_held[row] = False
@@ -72,7 +78,7 @@ class RowTable:
 
     def hold(self, rows: np.ndarray) -> None:
         """Rows sit out until somebody leaves."""
-        self.is_held[rows] = True
+        self.is_held[rows] = self._has_held = True
         self.version += 1
 
     def leave(self, row: int) -> None:
@@ -81,7 +87,8 @@ class RowTable:
         self.request_id[row] = -1
         self.state[row] = IDLE
         self.infos[row] = None
-        self.is_held[:] = False
+        if self._has_held:
+            self.is_held[:] = self._has_held = False
         self.num_left += 1
         self.version += 1
         if not self.row_of:

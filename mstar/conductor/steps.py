@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +13,7 @@ from mstar.conductor.counters import Counters
 from mstar.conductor.departures import Departures
 from mstar.conductor.lanes import Lane
 from mstar.conductor.protocols import StepEngine
-from mstar.conductor.report import Outbox
+from mstar.conductor.report import Named, Outbox, named
 from mstar.conductor.request import NO_TOKEN, FinishReason
 from mstar.conductor.rows import IDLE, RowTable
 from mstar.conductor.stops import StopCheck
@@ -24,19 +24,21 @@ from mstar.utils.errors import EngineFault, Unavailable
 
 log = logging.getLogger(__name__)
 
+_STOP = np.uint8(FinishReason.STOP)
+
 
 @dataclass(eq=False)
 class Flight:
     """A launched step: the rows that run and the requests they belonged to, int64 [n].
 
-    ``is_last`` bool [n]: no step of the row follows.  ``handle`` is None when nothing runs: then ``refused`` or
-    ``errors`` says why.  ``num_left``: departures before the launch.
+    ``is_last`` bool [n]: no step of the row follows; None where that is true of nobody.  ``handle`` is None when
+    nothing runs: then ``refused`` or ``errors`` says why.  ``num_left``: departures before the launch.
     """
 
     rows: np.ndarray
     request_ids: np.ndarray
     num_left: int
-    is_last: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
+    is_last: np.ndarray | None = None
     handle: InFlight | None = None
     refused: AdmitOutcome | None = None
     errors: Mapping[int, Exception] = field(default_factory=dict)
@@ -66,6 +68,11 @@ class Steps:
         self._counters = counters
         self._outbox = outbox
         self._clock = engine.clock
+        self._running = np.zeros(table.request_id.size, np.uint8)  # finish of rows that all go on
+        self._running.flags.writeable = False
+        # What an unchanged batch needs not work out again; both hold for the very array of rows that they name.
+        self._launched_last: tuple[np.ndarray | None, int] = (None, 0)  # launches to come in which no row ends
+        self._named_last: tuple[np.ndarray | None, Named | None] = (None, None)
 
     def launch(self, pick: Pick) -> Flight:
         """Hands the pick to the engine and moves its rows on.  :meth:`settle` what it could not run."""
@@ -89,20 +96,36 @@ class Steps:
 
     def _advance(self, flight: Flight, lane: Lane) -> None:
         table, rows = self._table, flight.rows
-        issued = table.issued[rows] + 1
-        table.issued[rows] = issued
-        flight.is_last = issued >= table.limit[rows]
+        table.issued.raise_by_one(rows)
         if len(lane.states) == 1 and self._transitions.repeats(lane.states[0]):
-            rounds = table.iteration[rows] + 1
-            table.iteration[rows] = rounds
-            flight.is_last |= self._transitions.is_done(lane.states[0], rounds)
-            if np.count_nonzero(flight.is_last):
-                table.move(rows[flight.is_last], IDLE)
+            table.rounds.raise_by_one(rows)
+            launched, quiet = self._launched_last
+            if launched is rows and quiet:
+                self._launched_last = rows, quiet - 1
+            else:
+                self._advance_in_place(flight, lane.states[0])
             return
-        states, table.iteration[rows] = self._transitions.advance(table.state[rows], table.iteration[rows])
-        flight.is_last |= states == DONE
+        self._launched_last = None, 0
+        rounds = table.rounds.values
+        states, rounds[rows] = self._transitions.advance(table.state[rows], rounds[rows])
+        flight.is_last = (table.issued.values[rows] >= table.limit[rows]) | (states == DONE)
         states[flight.is_last] = IDLE
         table.move(rows, states)
+
+    def _advance_in_place(self, flight: Flight, state: int) -> None:
+        """Rows that stay in their state until they are done; also finds how long all of them go on."""
+        table, rows = self._table, flight.rows
+        left = np.minimum(
+            table.limit[rows] - table.issued.values[rows],
+            self._transitions.rounds_left(state, table.rounds.values[rows]),
+        )
+        quiet = int(left.min())
+        if quiet > 0:
+            self._launched_last = rows, quiet - 1
+            return
+        self._launched_last = None, 0
+        flight.is_last = left <= 0
+        table.move(rows[flight.is_last], IDLE)
 
     def land(self, flight: Flight) -> None:
         """Waits for the step's tokens; counts, checks and reports each row whose request is still there."""
@@ -113,20 +136,20 @@ class Steps:
             log.exception("a step of %d rows failed as it was collected", flight.rows.size)
             self._departures.fail_all(dict.fromkeys(flight.request_ids.tolist(), error))
             return
-        self._departures.fail_all(result.errors)
+        if result.errors:
+            self._departures.fail_all(result.errors)
         rows, ids, is_last = flight.rows, flight.request_ids, flight.is_last
         if len(result.request_ids) != rows.size:
             came = np.isin(ids, np.array(result.request_ids, np.int64))
-            rows, ids, is_last = rows[came], ids[came], is_last[came]
+            rows, ids, is_last = rows[came], ids[came], _those(is_last, came)
         if not rows.size:
             return
         tokens, fault = result.host["new_token"], result.host.get("fault")
         if self._table.num_left != flight.num_left or (fault is not None and np.count_nonzero(fault)):
             counts = self._sort_out(rows, ids, fault)
-            rows, tokens, is_last = rows[counts], tokens[counts], is_last[counts]
-            self._report(rows, ids[counts].tolist(), tokens, is_last)
-        else:
-            self._report(rows, result.request_ids, tokens, is_last)
+            rows, tokens, is_last = rows[counts], tokens[counts], _those(is_last, counts)
+        if rows.size:
+            self._report(rows, tokens, is_last)
         self._clock.mark("post_process")
 
     def _sort_out(self, rows: np.ndarray, ids: np.ndarray, fault: np.ndarray | None) -> np.ndarray:
@@ -141,26 +164,40 @@ class Steps:
             counts &= ~fault
         return counts
 
-    def _report(self, rows: np.ndarray, ids: Sequence[int], tokens: np.ndarray, is_last: np.ndarray) -> None:
-        table = self._table
-        table.generated[rows] += 1
-        finish = self._stops.check(table, rows, tokens, is_last)
-        shown, has_ended = tokens.astype(np.int32), np.count_nonzero(finish)
-        if has_ended:
-            is_output = finish != FinishReason.STOP
-            shown[~is_output] = NO_TOKEN
-            ids, tokens = table.request_id[rows[is_output]].tolist(), tokens[is_output]
-        self._outbox.add_step(table.request_id[rows], table.client[rows], table.ticket[rows], shown, finish)
+    def _report(self, rows: np.ndarray, tokens: np.ndarray, is_last: np.ndarray | None) -> None:
+        """Rows whose requests are there, at least one."""
+        self._table.generated.raise_by_one(rows)
+        finish = self._stops.check(self._table, rows, tokens, is_last)
+        shown, names = tokens.astype(np.int32), self._named(rows)
+        if finish is None:
+            self._outbox.add_step(names, shown, self._running[: rows.size])
+            self._keep(rows, tokens)
+            return
+        is_output = finish != _STOP
+        shown[~is_output] = NO_TOKEN
+        self._outbox.add_step(names, shown, finish)
+        self._keep(rows[is_output], tokens[is_output])
+        ended = finish.nonzero()[0]
+        for row, reason in zip(rows[ended].tolist(), finish[ended].tolist(), strict=True):
+            self._departures.leave(row, FinishReason(reason))
+
+    def _named(self, rows: np.ndarray) -> Named:
+        """Whom the rows belong to; a step's array of rows never changes hands."""
+        last, names = self._named_last
+        if last is not rows or names is None:
+            table = self._table
+            names = named(table.request_id[rows], table.client[rows], table.ticket[rows])
+            self._named_last = rows, names
+        return names
+
+    def _keep(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         self._counters.generated_tokens += tokens.size
-        self._engine.extend_prefix_chains(ids, tokens)
-        if has_ended:
-            ended = np.flatnonzero(finish)
-            for row, reason in zip(rows[ended].tolist(), finish[ended].tolist(), strict=True):
-                self._departures.leave(row, FinishReason(reason))
+        self._engine.extend_prefix_chains(rows, tokens)
 
     def settle(self, flight: Flight) -> None:
         """Deals with what a launch could not run, once no other step is in flight."""
-        self._departures.fail_all(flight.errors)
+        if flight.errors:
+            self._departures.fail_all(flight.errors)
         if flight.refused is not None and flight.handle is None:
             self._hold_back(flight, flight.refused)
 
@@ -190,3 +227,7 @@ class Steps:
             return
         newest = int(running[np.argmax(table.request_id[running])])
         self._departures.fail(newest, Unavailable("the KV cache is exhausted"))
+
+
+def _those(mask: np.ndarray | None, chosen: np.ndarray) -> np.ndarray | None:
+    return None if mask is None else mask[chosen]

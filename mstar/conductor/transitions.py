@@ -42,9 +42,9 @@ class Transitions:
         """Whether a request that steps in the state stays there until it is done, as in a text model's decode."""
         return self._repeats[state]
 
-    def is_done(self, state: int, rounds: np.ndarray) -> np.ndarray:
-        """Whether a request is done after so many rounds in a repeating state; bool [n]."""
-        return rounds >= self._max_iters[state]
+    def rounds_left(self, state: int, rounds: np.ndarray) -> np.ndarray:
+        """Rounds until a request is done that has been through ``rounds`` int64 [n] of a repeating state."""
+        return self._max_iters[state] - rounds
 
     def advance(self, states: np.ndarray, iterations: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """States and loop rounds after a step in ``states`` [n]; ``DONE`` where the last walk is over."""

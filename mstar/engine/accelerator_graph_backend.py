@@ -194,11 +194,11 @@ class _HostArrays(HostCopy):
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy on the host; NumPy has no bfloat16, which becomes float32."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
-    array = tensor.cpu().numpy()
-    return array.copy() if tensor.device.type == "cpu" else array
+    return tensor.numpy().copy() if tensor.is_cpu else tensor.cpu().numpy()
 
 
 def _poison(buffer: torch.Tensor) -> None:

@@ -32,11 +32,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Capture:
-    """One (bucket, slot).  ``static`` holds views of the shared buffers and the constants baked in at capture."""
+    """One (bucket, slot).  ``static`` holds views of the shared buffers and the constants baked in at capture.
+
+    ``runs_real_head``: a replay sees the real tokens alone.
+    """
 
     spec: CGSlotSpec
     forward: Forward
     static: dict[str, Any]
+    runs_real_head: bool
     graph: CapturedGraph | None = None
 
     def run(self) -> BatchedModelOutput:
@@ -182,7 +186,8 @@ class AcceleratorGraphRunner(BucketTable):
         static = self._submodule.preprocess(walk, dummy.engine_inputs, inputs)
         static = {name: self._intern(spec, name, value) for name, value in static.items()}
         method = self._eager_method(spec) if eager else self._method(spec)
-        return _Capture(spec, self._frozen_forward(walk, method, dummy.engine_inputs), static)
+        forward = self._frozen_forward(walk, method, dummy.engine_inputs)
+        return _Capture(spec, forward, static, self._runs_real_head(spec.bucket))
 
     def _frozen_forward(self, walk: str, method: Any, engine_inputs: ModelInputsFromEngine) -> Forward:
         """A method with everything but the static tensors fixed, as a real graph would have it."""
@@ -256,7 +261,7 @@ class AcceleratorGraphRunner(BucketTable):
             raise RuntimeError(
                 f"{capture.spec.bucket}: captured inputs {sorted(static)}, this step's are {sorted(tensors)}"
             )
-        if self._runs_real_head(capture.spec.bucket):
+        if capture.runs_real_head:
             return {
                 name: self._buffers.narrowed(idx, name, value) if isinstance(value, torch.Tensor) else static[name]
                 for name, value in tensors.items()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from mstar.engine.inputs import RequestInfo
 from mstar.engine.resources.step import AdmitOutcome, BucketKey
+
+_request_id = attrgetter("request_id")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +31,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "infos", tuple(self.infos))
-        object.__setattr__(self, "request_ids", tuple(info.request_id for info in self.infos))
+        object.__setattr__(self, "request_ids", tuple(map(_request_id, self.infos)))
 
 
 @dataclass

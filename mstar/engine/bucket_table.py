@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,16 +29,30 @@ class BucketTable:
         """Raises ValueError when two configurations capture one bucket."""
         self.node = node
         self.num_slots = num_slots
-        self.registered: Collection[BucketKey] = ()
         self.unavailable: str | None = "not_warmed_up"  # why nothing at all is registered
         self._configs = list(configs)
         self.specs = sorted(self._enumerate(), key=lambda s: (-s.bucket.bs, -s.bucket.num_tokens))
         self._config_of = {spec.bucket: (spec.config_idx, spec.config) for spec in self.specs}
+        self.registered = ()
 
     @property
     def buckets(self) -> list[BucketKey]:
         """Every declared bucket, largest first."""
         return list(self._config_of)
+
+    @property
+    def registered(self) -> Collection[BucketKey]:
+        """Buckets that steps may be served by."""
+        return self._registered
+
+    @registered.setter
+    def registered(self, buckets: Collection[BucketKey]) -> None:
+        self._registered = buckets
+        # By walk and key, ascending: a step of a changed batch looks for its bucket, among hundreds on a CPU.
+        self._ascending: dict[tuple[str, Hashable | None], list[BucketKey]] = {}
+        for bucket in sorted(buckets, key=_size):
+            for walk in dict.fromkeys(_walks(self._config_of[bucket][1])):
+                self._ascending.setdefault((walk, bucket.cg_key_info), []).append(bucket)
 
     def select_bucket(
         self,
@@ -51,11 +66,11 @@ class BucketTable:
 
         ``equal_rows``: the rows have one length; a batched bucket takes no others, and only its template's.
         """
-        return min(
-            (k for k in self.registered if self._fits(k, graph_walk, bs, num_tokens, key_info, equal_rows)),
-            key=lambda k: (k.num_tokens, k.bs),
-            default=None,
-        )
+        ascending = self._ascending.get((graph_walk, key_info), [])
+        for i in range(bisect_left(ascending, (num_tokens, bs), key=_size), len(ascending)):
+            if self._fits(ascending[i], graph_walk, bs, num_tokens, key_info, equal_rows):
+                return ascending[i]
+        return None
 
     def select_batched_bucket(self, graph_walk: str, bs: int, key_info: Hashable | None = None) -> BucketKey | None:
         """The tightest bucket of equal rows, by (rows, tokens), when inputs are not prepared yet."""
@@ -145,6 +160,10 @@ class BucketTable:
                         raise ValueError(f"{self.node}: configurations {seen[key]} and {idx} both capture {key}")
                     for slot in range(self.num_slots):
                         yield CGSlotSpec(key, slot, config, idx)
+
+
+def _size(bucket: BucketKey) -> tuple[int, int]:
+    return bucket.num_tokens, bucket.bs
 
 
 def batch_sizes(config: AcceleratorGraphConfig) -> list[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from mstar.engine.padding import PaddingRows
 from mstar.engine.phase_clock import NO_CLOCK, PhaseClock
 from mstar.engine.piecewise_graph_runner import build_region_runners
 from mstar.engine.pre_plan import PrePlanner
-from mstar.engine.requests import RequestTable
+from mstar.engine.requests import RequestTable, overriding
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.runner import StepRunner, build_resources
 from mstar.engine.resources.spec import NodeResourceSpec
@@ -30,6 +32,21 @@ from mstar.engine.submodule import NodeSubmodule
 from mstar.utils import knobs
 
 __all__ = ["Batch", "Engine", "InFlight", "StepResult"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _in_inference_mode(method: _Method) -> _Method:
+    """:func:`torch.inference_mode` at a third of its price: one guard per engine, entered unless it is on already."""
+
+    @wraps(method)
+    def guarded(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            return method(self, *args, **kwargs)
+        with self._inference_mode:
+            return method(self, *args, **kwargs)
+
+    return guarded  # type: ignore[return-value]
 
 
 class Engine:
@@ -67,6 +84,7 @@ class Engine:
                 over one that does not; or two graph configurations capture one bucket.
         """
         self.device = torch.device(device)
+        self._inference_mode = torch.inference_mode()
         self.capacity = min([capacity, *(n for spec in specs if (n := spec.max_requests()) is not None)])
         self.steps: Counter[tuple[str, str]] = Counter()
         self.eager_steps: Counter[tuple[str, str, str]] = Counter()
@@ -108,7 +126,7 @@ class Engine:
         self._backend = backend
         self._dropped = dict.fromkeys(submodules, 0)
         self._requests = RequestTable(self.capacity, self.resources, self._forget)
-        self._chains = [r for r in self.resources.values() if _overrides(r, "extend_prefix_chains")]
+        self._chains = overriding(self.resources, "extend_prefix_chains")
         self.clock = clock or NO_CLOCK
         self._step_runner = StepRunner(self.resources, specs)
         self._planner = PrePlanner(self._step_runner, self.device, self.counters, threaded=knobs.pre_plan_spec())
@@ -143,7 +161,7 @@ class Engine:
 
     # Requests.
 
-    @torch.inference_mode()
+    @_in_inference_mode
     def ingest(self, info: RequestInfo) -> None:
         """Takes a request: gives it a master row (``info.row``), its state in every resource, and the prefix of its
         prompt that is cached (``info.cached_tokens``); its first step begins behind that.
@@ -157,7 +175,7 @@ class Engine:
         self._planner.settle()
         self._requests.ingest(info)
 
-    @torch.inference_mode()
+    @_in_inference_mode
     def remove(self, request_id: int) -> None:
         """Frees a request's row and all its state; unknown ids are no error."""
         staged = self._planner.prepared
@@ -172,14 +190,13 @@ class Engine:
             if node.kept is not None:
                 node.kept.forget(request_id)
 
-    def extend_prefix_chains(self, request_ids: Sequence[int], tokens: np.ndarray) -> None:
-        """Sampled tokens int64 [n] that requests kept, row i of request i; requests that are gone are left out."""
+    def extend_prefix_chains(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Sampled tokens int64 [n] that were kept by the requests on master rows ``rows`` int64 [n]."""
         if not self._chains:
             return
         self._planner.settle()
-        rows, present = self._requests.rows_of(request_ids)
         for resource in self._chains:
-            resource.extend_prefix_chains(rows, tokens if present is None else tokens[present])
+            resource.extend_prefix_chains(rows, tokens)
 
     # What the conductor asks about nodes.
 
@@ -214,7 +231,7 @@ class Engine:
         """One step, launched and collected.  KeyError as :meth:`launch`."""
         return self.collect(self.launch(batch))
 
-    @torch.inference_mode()
+    @_in_inference_mode
     def launch(self, batch: Batch) -> InFlight:
         """Submits one step over the batch's rows, in its order, and commits it.
 
@@ -229,7 +246,6 @@ class Engine:
         self._planner.settle()
         return self._launcher.launch(batch)
 
-    @torch.inference_mode()
     def collect(self, in_flight: InFlight) -> StepResult:
         """Waits for a launched step's host values, padding cut off.  Asked again, it answers the same."""
         self._planner.settle()
@@ -237,7 +253,7 @@ class Engine:
         self.clock.mark("collect")
         return result
 
-    @torch.inference_mode()
+    @_in_inference_mode
     def pre_plan(self, batch: Batch) -> None:
         """Admits and plans a batch for its node's next slot, while launched steps still run.
 
@@ -250,10 +266,6 @@ class Engine:
         """
         self._planner.clear()
         self._launcher.pre_plan(batch)
-
-
-def _overrides(resource: Resource, method: str) -> bool:
-    return getattr(type(resource), method) is not getattr(Resource, method)
 
 
 def _backend_for(device: torch.device) -> GraphBackend:

@@ -36,7 +36,8 @@ class Part:
         if self._error is not None:
             raise self._error
         assert self._host is not None
-        found = {name: value[: self.num_rows] for name, value in self._host.items()}
+        rows = self.num_rows
+        found = {name: value if len(value) == rows else value[:rows] for name, value in self._host.items()}
         if self.dropped:
             found = {name: np.delete(value, self.dropped, axis=0) for name, value in found.items()}
         return found
@@ -80,14 +81,15 @@ class InFlight:
             bucket=self.bucket,
         )
         try:
+            if len(self.parts) == 1:
+                result.host = self.parts[0].values()
+                return result
             values = [part.values() for part in self.parts]
         except Exception as error:
             result.errors = self.errors | dict.fromkeys(self.request_ids, error)
             result.request_ids, result.outputs = (), {}
             return result
-        if len(values) == 1:
-            result.host = values[0]
-        elif values:
+        if values:
             names = [name for name in values[0] if all(name in part for part in values)]
             result.host = {name: np.concatenate([part[name] for part in values]) for name in names}
         return result

@@ -40,14 +40,17 @@ class Launcher:
     def launch(self, batch: Batch) -> InFlight:
         """As :meth:`mstar.engine.engine.Engine.launch`."""
         node = self._nodes[batch.node]
-        self._check_rows(node, batch)
         in_flight = InFlight(batch)
-        try:
-            prepared = self._prepare(node, batch)
-        except Exception as error:
-            self._fail(in_flight, batch.request_ids, error)
-            return in_flight
-        in_flight.errors.update(prepared.errors)
+        prepared = self._kept(node, batch)
+        if prepared is None:
+            self._check_rows(batch)
+            try:
+                prepared = self._prepare(node, batch)
+            except Exception as error:
+                self._fail(in_flight, batch.request_ids, error)
+                return in_flight
+        if prepared.errors:
+            in_flight.errors.update(prepared.errors)
         if prepared.infos:
             self._launch(node, prepared, in_flight)
         return in_flight
@@ -55,31 +58,32 @@ class Launcher:
     def pre_plan(self, batch: Batch) -> None:
         """As :meth:`mstar.engine.engine.Engine.pre_plan`."""
         node = self._nodes[batch.node]
-        self._check_rows(node, batch)
-        try:
-            prepared = self._prepare(node, batch)
-        except Exception:
-            log.exception("%s/%s: planning ahead failed", batch.node, batch.graph_walk)
-            return
+        prepared = self._kept(node, batch)
+        if prepared is None:
+            self._check_rows(batch)
+            try:
+                prepared = self._prepare(node, batch)
+            except Exception:
+                log.exception("%s/%s: planning ahead failed", batch.node, batch.graph_walk)
+                return
         if prepared.infos and not prepared.errors:
             self._planner.start(node, prepared)
         self._executor.clock.mark("plan")
 
-    def _check_rows(self, node: EngineNode, batch: Batch) -> None:
-        prepared = node.prepared.get(batch.graph_walk)
-        if prepared is not None and (prepared.batch is batch or prepared.batch.request_ids == batch.request_ids):
-            return
-        for info in batch.infos:
-            if not self._requests.holds(info):
-                raise KeyError(f"request {info.request_id} was not ingested")
+    def _check_rows(self, batch: Batch) -> None:
+        missing = self._requests.missing(batch.infos, batch.request_ids)
+        if missing is not None:
+            raise KeyError(f"request {missing.request_id} was not ingested")
 
-    def _prepare(self, node: EngineNode, batch: Batch) -> PreparedBatch:
-        staged = self._planner.prepared
-        if staged is not None and staged.batch is batch:
-            return staged
+    def _kept(self, node: EngineNode, batch: Batch) -> PreparedBatch | None:
+        """What was prepared of these very rows, if that still holds."""
         prepared = node.prepared.get(batch.graph_walk)
         if prepared is not None and (prepared.batch is batch or prepared.batch.request_ids == batch.request_ids):
             return prepared
+        staged = self._planner.prepared
+        return staged if staged is not None and staged.batch is batch else None
+
+    def _prepare(self, node: EngineNode, batch: Batch) -> PreparedBatch:
         prepared = prepare_batch(node, batch, self._requests.cached if node.caches_prefix else {})
         if prepared.is_reusable:
             node.prepared[batch.graph_walk] = prepared

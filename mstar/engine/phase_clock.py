@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from time import perf_counter_ns
 
 PHASES = ("declare", "admit", "plan", "preprocess", "stage", "replay", "commit", "collect")
@@ -11,18 +10,27 @@ PHASES = ("declare", "admit", "plan", "preprocess", "stage", "replay", "commit",
 class PhaseClock:
     """Adds the time since the last mark to the phase that just ended, so the phases add up to the time in between.
 
-    ``nanoseconds`` and ``marks`` by phase.  The engine marks :data:`PHASES`; whoever drives it adds its own.
+    The engine marks :data:`PHASES`; whoever drives it adds its own.
     """
 
     def __init__(self) -> None:
-        self.nanoseconds: Counter[str] = Counter()
-        self.marks: Counter[str] = Counter()
+        self._entries: dict[str, list[int]] = {}  # by phase: nanoseconds, marks
         self._last = perf_counter_ns()
 
     @property
-    def seconds(self) -> dict[str, float]:
+    def nanoseconds(self) -> dict[str, int]:
         """Time of every phase so far, in order of first appearance."""
-        return {name: spent / 1e9 for name, spent in self.nanoseconds.items()}
+        return {name: spent for name, (spent, _) in self._entries.items()}
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """How often each phase has ended."""
+        return {name: marks for name, (_, marks) in self._entries.items()}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """:attr:`nanoseconds` in seconds."""
+        return {name: spent / 1e9 for name, (spent, _) in self._entries.items()}
 
     def start(self) -> None:
         """Begins anew here: the time since the last mark belongs to no phase."""
@@ -31,14 +39,16 @@ class PhaseClock:
     def mark(self, name: str) -> None:
         """Phase ``name`` has just ended."""
         now = perf_counter_ns()
-        self.nanoseconds[name] += now - self._last
-        self.marks[name] += 1
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = [0, 0]
+        entry[0] += now - self._last
+        entry[1] += 1
         self._last = now
 
     def reset(self) -> None:
         """Forgets all phases and begins anew."""
-        self.nanoseconds.clear()
-        self.marks.clear()
+        self._entries.clear()
         self.start()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 
 import numpy as np
 
@@ -25,15 +26,22 @@ class RequestTable:
         self.capacity = capacity
         self.cached: dict[int, int] = {}
         self._resources = resources
+        ingesting, self._removing = overriding(resources, "ingest_request"), overriding(resources, "remove_request")
+        self._ingesting = [(key, resource) for key, resource in resources.items() if resource in ingesting]
+        self._caches = overriding(resources, "enable_prefix_cache")
+        self._skipping = overriding(resources, "apply_cached_prefix")
         self._forget = forget
         self._infos: dict[int, RequestInfo] = {}
         self._free_rows = [-row for row in range(capacity)]
         heapq.heapify(self._free_rows)
         self._last_rows: tuple[tuple[int, ...], np.ndarray] = ((), np.empty(0, np.int64))
 
-    def holds(self, info: RequestInfo) -> bool:
-        """Whether this very request was ingested."""
-        return self._infos.get(info.request_id) is info
+    def missing(self, infos: Sequence[RequestInfo], request_ids: Sequence[int]) -> RequestInfo | None:
+        """The first of these requests that was not ingested; ``request_ids`` are theirs."""
+        found = list(map(self._infos.get, request_ids))
+        if all(map(is_, found, infos)):
+            return None
+        return next(info for info, held in zip(infos, found, strict=True) if held is not info)
 
     def rows_of(self, request_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
         """Master rows int64 of the requests that are here, and which those are (None: all, else bool [n]).
@@ -66,7 +74,7 @@ class RequestTable:
         info.row = -heapq.heappop(self._free_rows)
         self._infos[info.request_id] = info
         try:
-            for key, resource in self._resources.items():
+            for key, resource in self._ingesting:
                 resource.ingest_request(info.request_id, info.row, info.resource_configs.get(key))
             self._take_cached_prefix(info)
         except BaseException:
@@ -78,7 +86,7 @@ class RequestTable:
         info = self._infos.pop(request_id, None)
         if info is None:
             return
-        for resource in self._resources.values():
+        for resource in self._removing:
             resource.remove_request(request_id, info.row)
         heapq.heappush(self._free_rows, -info.row)
         info.row = -1
@@ -88,12 +96,17 @@ class RequestTable:
 
     def _take_cached_prefix(self, info: RequestInfo) -> None:
         """Every resource begins behind the longest prefix that all caches hold; 0 where one cannot skip a prefix."""
-        request_id, matched, resources = info.request_id, 0, self._resources.values()
-        if all(resource.prefix_skip_safe for resource in resources):
-            caches = [resource for resource in resources if resource.enable_prefix_cache(request_id)]
-            matched = min((resource.resolve_cached_prefix(request_id) for resource in caches), default=0)
-        for resource in resources:
+        request_id, matched = info.request_id, 0
+        caches = [resource for resource in self._caches if resource.enable_prefix_cache(request_id)]
+        if caches and all(resource.prefix_skip_safe for resource in self._resources.values()):
+            matched = min(resource.resolve_cached_prefix(request_id) for resource in caches)
+        for resource in self._skipping:
             resource.apply_cached_prefix(request_id, info.row, matched)
         info.cached_tokens = matched
         if matched:
             self.cached[request_id] = matched
+
+
+def overriding(resources: Mapping[str, Resource], method: str) -> list[Resource]:
+    """Those for which calling the method does anything."""
+    return [each for each in resources.values() if getattr(type(each), method) is not getattr(Resource, method)]

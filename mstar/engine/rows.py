@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
+from operator import attrgetter
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from mstar.engine.inputs import NodeInputs, RequestInfo
 from mstar.engine.node import EngineNode
 from mstar.engine.padding import PaddedTail
 from mstar.engine.resources.step import LabelRows, SlotLease, StepContext, SubmoduleStep
+
+_row = attrgetter("row")
 
 
 @dataclass
@@ -113,27 +116,32 @@ def prepare_batch(node: EngineNode, batch: Batch, cached: Mapping[int, int]) -> 
 
     ``cached``: tokens to leave out at the front, for requests that take their first step.
     """
-    walk, submodule, infos = batch.graph_walk, node.submodule, tuple(batch.infos)
+    walk, submodule = batch.graph_walk, node.submodule
     template = submodule.uniform_row_inputs(walk) if batch.row_walks is None else None
     errors: dict[int, Exception] = {}
+    infos: tuple[RequestInfo, ...] = tuple(batch.infos)
     if template is not None:
-        inputs, walks = [template] * len(infos), [walk] * len(infos)
-        spans = np.full(len(infos), template.input_seq_len, dtype=np.int64)
+        count = len(infos)
+        request_ids, inputs, walks = batch.request_ids, [template] * count, [walk] * count
+        looped = [node.loopback_inputs(walk)] * count
+        spans = np.full(count, template.input_seq_len, dtype=np.int64)
     else:
         infos, inputs, walks = _prepare_each(node, batch, cached, errors)
+        request_ids = tuple(info.request_id for info in infos)
+        loops = {walk: node.loopback_inputs(walk) for walk in set(walks)}
+        looped = [loops[walk] for walk in walks]
         spans = np.array([row.input_seq_len for row in inputs], dtype=np.int64)
-    loops = {walk: node.loopback_inputs(walk) for walk in set(walks)}
     return PreparedBatch(
         batch=batch,
         infos=infos,
-        request_ids=tuple(info.request_id for info in infos),
+        request_ids=request_ids,
         inputs=inputs,
         walks=walks,
-        looped=[loops[walk] for walk in walks],
-        rows=np.array([info.row for info in infos], dtype=np.int64),
+        looped=looped,
+        rows=np.fromiter(map(_row, infos), np.int64, len(infos)),
         spans=spans,
         num_tokens=int(spans.sum()),
-        equal_rows=bool((spans == spans[:1]).all()),
+        equal_rows=template is not None or bool((spans == spans[:1]).all()),
         key_info=submodule.cg_key_info(walk, infos) if infos else None,
         can_batch=submodule.can_batch(walk, inputs),
         is_reusable=template is not None,

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 
 @dataclass
 class _Buffer:
-    """``storage`` lies varying-dim-first, [max length, *rest]; ``dim`` is where that dim belongs in a forward."""
+    """``storage`` lies varying-dim-first, [max length, *rest]; ``dim`` is where that dim belongs in a forward.
+
+    ``heads``: views of it that steps were staged into, by length.
+    """
 
     storage: torch.Tensor
     dim: int
     trailing: tuple[int, ...]
+    heads: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class StaticBuffers:
@@ -60,11 +64,14 @@ class StaticBuffers:
 
     def stage(self, config_idx: int, name: str, view: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copies ``tensor`` into the head of a bucket's ``view``; the tail keeps its old contents."""
-        if view.shape == tensor.shape:
-            view.copy_(tensor)
-        else:
-            dim = self._buffers[config_idx, name].dim
-            view.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        if view.shape != tensor.shape:
+            buffer = self._buffers[config_idx, name]
+            length = tensor.shape[buffer.dim]
+            head = buffer.heads.get(length)
+            if head is None:
+                head = buffer.heads[length] = view.narrow(buffer.dim, 0, length)
+            view = head
+        view.copy_(tensor)
 
     @property
     def resident_bytes(self) -> int:

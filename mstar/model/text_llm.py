@@ -42,6 +42,7 @@ class TextLLM(ARNodeSubmodule):
         self.reads_device_loopback = knobs.device_loopback_enabled()
         self._shapes = (max_rows, max_tokens, decode_sizes)
         self._decode_row = decode_row(DECODE)
+        self._decode_step = _step(SamplerStep(), None)  # without segments: every row its one token
 
     def get_combined_graph_walks(self) -> dict[str, dict[str, tuple[str, ...]]]:
         return {NODE: {MIXED: (DECODE, PREFILL)}}
@@ -76,16 +77,12 @@ class TextLLM(ARNodeSubmodule):
         slot_lease: SlotLease | None = None,
         piecewise_leases: Mapping[str, SlotLease] | None = None,
     ) -> SubmoduleStep | None:
+        if graph_walk == DECODE:
+            return self._decode_step
         segments = tuple(
             [Segment(i, MAIN_LABEL, row.input_seq_len) for i, row in zip(request_ids, inputs, strict=True)]
         )
-        steps = {
-            "kv_cache": KVStep(),
-            "attn": AttentionStep(causal=True),
-            "rope": PositionStep(),
-            "sampler": narrow_to_final(SamplerStep(), request_ids, inputs),
-        }
-        return SubmoduleStep(steps=steps, segments=segments)
+        return _step(narrow_to_final(SamplerStep(segments), request_ids, inputs), segments)
 
     def preprocess(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, inputs: Sequence[NodeInputs]
@@ -107,3 +104,14 @@ class TextLLM(ARNodeSubmodule):
     def get_accelerator_graph_configs(self, device: torch.device) -> list[AcceleratorGraphConfig]:
         max_rows, max_tokens, decode_sizes = self._shapes
         return text_graph_configs(device, max_rows, max_tokens, decode_sizes)
+
+
+def _step(sampler: SamplerStep, segments: tuple[Segment, ...] | None) -> SubmoduleStep:
+    """Handed to each resource here, for the step would have to copy them all to do so."""
+    steps = {
+        "kv_cache": KVStep(segments),
+        "attn": AttentionStep(segments, causal=True),
+        "rope": PositionStep(segments),
+        "sampler": sampler,
+    }
+    return SubmoduleStep(steps=steps, segments=segments)

@@ -15,7 +15,7 @@ LOOPBACK = "text_inputs"  # the input through which a sampled token comes back
 
 def prompt_row(prompt_ids: np.ndarray, graph_walk: str) -> ARNodeInputs:
     """One row with the whole of ``prompt_ids`` int64 [tokens]."""
-    ids = torch.as_tensor(prompt_ids, dtype=torch.int64)
+    ids = torch.from_numpy(prompt_ids)
     return ARNodeInputs(input_ids=ids, input_seq_len=ids.numel(), walk=graph_walk, chunk_total=ids.numel())
 
 

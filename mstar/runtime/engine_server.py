@@ -6,6 +6,7 @@ import logging
 import select
 import time
 
+import torch
 import zmq
 
 from mstar.conductor.request import FinishReason
@@ -62,6 +63,7 @@ class EngineServer:
             self._core.conductor.drain()
             self._board[Slot.STATE] = EngineState.DRAINING
 
+    @torch.inference_mode()  # here, since each step would pay for entering it
     def run(self) -> None:
         """Serves until no front end is left, the server is gone, or it has drained."""
         self._watchdog.start()

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mstar.conductor.report import StepReport
-from mstar.conductor.request import FinishReason
 from mstar.runtime.messages import StepTokens
 
 
@@ -23,14 +22,15 @@ def by_client(report: StepReport) -> list[ForClient]:
     """The report's rows as one message for each client that has any."""
     if not report.request_ids.size:
         return []
-    clients = np.unique(report.clients)
-    return [
-        _message(report, int(client), slice(None) if clients.size == 1 else report.clients == client)
-        for client in clients
-    ]
+    if report.only_client is not None:
+        return [_message(report.only_client, report.tickets, report.tokens, report.finish)]
+    messages = []
+    for client in np.unique(report.clients).tolist():
+        mine = report.clients == client
+        messages.append(_message(client, report.tickets[mine], report.tokens[mine], report.finish[mine]))
+    return messages
 
 
-def _message(report: StepReport, client: int, mine: slice | np.ndarray) -> ForClient:
-    tickets, finish = report.tickets[mine], report.finish[mine]
-    ended = tickets[finish != FinishReason.RUNNING].tolist()
-    return ForClient(client, ended, StepTokens(tickets.tobytes(), report.tokens[mine].tobytes(), finish.tobytes()))
+def _message(client: int, tickets: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> ForClient:
+    ended = tickets[finish.nonzero()].tolist()  # FinishReason.RUNNING is 0
+    return ForClient(client, ended, StepTokens(tickets.tobytes(), tokens.tobytes(), finish.tobytes()))

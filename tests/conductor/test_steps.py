@@ -283,9 +283,17 @@ def test_prefix_chains_get_what_was_emitted_and_nothing_else():
     bench = ahead()
     chains: dict[int, list[int]] = {}
 
-    def note(request_ids, tokens):
-        for request_id, token in zip(request_ids, tokens.tolist(), strict=True):
-            chains.setdefault(request_id, []).append(token)
+    ingest, request_at = bench.engine.ingest, {}
+
+    def seat(info):
+        ingest(info)
+        request_at[info.row] = info.request_id
+
+    def note(rows, tokens):
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            chains.setdefault(request_at[row], []).append(token)
+
+    bench.engine.ingest = seat
 
     bench.engine.extend_prefix_chains = note
     bench.submit([5, 6, EOS, 7], 9)

@@ -56,7 +56,7 @@ def test_a_state_that_repeats_until_the_end_is_told_apart_and_ends_as_any_other(
     assert not transitions.repeats(len(repeats))
     if repeats == [True]:
         after = transitions.advance(np.zeros(5, np.int64), np.arange(5))
-        assert np.array_equal(after[0] == DONE, transitions.is_done(0, np.arange(5) + 1))
+        assert np.array_equal(after[0] == DONE, transitions.rounds_left(0, np.arange(5) + 1) <= 0)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ import typer
 from mstar.cli.main import app
 from mstar.runtime.options import OPTIONS
 from mstar.serving.contract import INPUTS, OUTPUTS
+from mstar.utils.knobs import KNOBS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text()
 COMMANDS = set(typer.main.get_command(app).commands)
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -49,6 +51,18 @@ def test_the_option_tables_name_the_options_there_are_with_their_defaults() -> N
         if option.default not in (None, ()):
             allowed = {str(option.default), str(option.default).removesuffix(".0"), str(option.default).lower()}
             assert shown[option.name] in allowed, option.name
+
+
+def test_the_page_of_environment_variables_lists_what_the_project_reads() -> None:
+    rows = re.findall(r"^\| `(MSTAR_\w+)` \| (\S+) \| (.*?) \| (.*?) \|$", ENVIRONMENT, re.MULTILINE)
+    assert [row[0] for row in rows] == list(KNOBS)
+    for name, default, values, effect in rows:
+        knob = KNOBS[name]
+        shown = int(knob.default) if isinstance(knob.default, bool) else knob.default
+        assert default == ("unset" if shown is None else str(shown)), name
+        assert effect == knob.doc
+        for bound in (*knob.choices, knob.low, knob.high):
+            assert bound is None or str(bound) in values, name
 
 
 def test_the_default_length_of_the_shipped_entry_is_the_one_the_readme_states() -> None:

@@ -153,6 +153,14 @@ def test_one_failing_capture_drops_its_bucket_whole_and_the_rest_work(call, capl
     assert generate(engine, infos, 3) == {i: expected([i + 1], 3) for i in range(3)}
 
 
+def test_a_bucket_whose_dummy_step_is_another_variant_is_dropped(caplog):
+    engine, submodule, _ = make_engine(ToyOptions(key_info="plain"), warm=False)
+    submodule.step_key_info = "full"
+    engine.warm_up()
+    assert len(runner_of(engine).dropped_buckets) == 10
+    assert "cg_key_info='full', the leased bucket 'plain'" in caplog.text
+
+
 def test_a_batch_whose_only_bucket_was_dropped_runs_eager():
     engine, submodule, _ = make_engine(warm=False)
     submodule.hook = fail_at(("decode", 8), 0)

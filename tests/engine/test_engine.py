@@ -507,3 +507,17 @@ def test_an_unknown_node_is_a_key_error():
     engine, _, _ = make_engine()
     with pytest.raises(KeyError):
         engine.exec(Batch("vision", "prefill", []))
+
+
+def test_a_batch_that_ran_before_the_warm_up_is_captured_after_it():
+    engine, _, _ = make_engine(warm=False)
+    info = request(0, [1])
+    engine.ingest(info)
+    decode = Batch("LLM", "decode", [info])
+    assert not engine.exec(Batch("LLM", "prefill", [info])).captured
+    first = engine.exec(decode)
+    assert engine.eager_steps["LLM", "decode", "not_warmed_up"] == 1
+    engine.warm_up()
+    second, third = engine.exec(decode), engine.exec(decode)
+    assert (first.captured, second.captured, third.captured) == (False, True, True)
+    assert [int(step.host["new_token"][0]) for step in (first, second, third)] == expected([1], 3)[1:]

@@ -15,7 +15,7 @@ from mstar.engine.piecewise_output import PiecewiseOutput
 from mstar.engine.resources.step import BucketKey, SlotLease
 
 from .toy import expected, next_token, request
-from .toy_regions import WIDTH, RegionOptions, make_regions
+from .toy_regions import WIDTH, RegionOptions, RegionSubmodule, make_regions
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +104,27 @@ def test_capture_leaves_no_state_and_padding_ids_are_the_region_s_own():
     assert not toy.length.any()
     assert len(set(toy.requests)) == len(toy.requests)
     assert all(i <= -2 and row >= engine.capacity for i, row in toy.requests.items())
+
+
+def test_padding_rows_of_a_packed_region_give_their_pages_up_and_those_of_a_batched_one_keep_them():
+    class Batched(RegionSubmodule):
+        """Region ``side`` owns the toy resource too."""
+
+        def get_piecewise_accelerator_graph_configs(self, device):
+            configs = super().get_piecewise_accelerator_graph_configs(device)
+            configs["side"].declare_step = configs["core"].declare_step
+            return configs
+
+    _, _, toy = make_regions(submodule=Batched(RegionOptions()))
+    ends = {"core": [], "side": []}  # what each region's captures leave of its padding rows, in the order of capture
+    label_of = {}
+    for name, argument in toy.calls:
+        if name == "plan" and argument.graph_walk == REGION_WALK:
+            label_of[argument.padded_request_ids] = argument.slot_lease.bucket.cg_key_info.removeprefix("LLM_")
+        elif name == "reset" and argument[0] in label_of:
+            ends[label_of[argument[0]]].append(argument[2])
+    per_shape = [False, False]  # after each warm-up
+    assert ends == {"core": [*per_shape, True] * 6, "side": [*per_shape, False] * 3}
 
 
 @pytest.mark.parametrize("call", [0, 2])
@@ -335,3 +356,22 @@ def test_a_packed_region_of_one_token_a_row_counts_tokens(is_packed, size, head)
 def test_a_scalar_output_is_handed_on_whole():
     shape = PiecewiseCaptureShape(4, [1] * 4, 4)
     assert PiecewiseOutput({"x": torch.tensor(3)}, shape, 2, 2, is_packed=True)["x"].item() == 3
+
+
+# Slots
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_region_replays_on_the_slot_of_the_step_it_is_part_of(monkeypatch, early):
+    monkeypatch.setattr(type(TOY), "force_double_buffer", True)
+    engine, submodule, toy = make_regions(RegionOptions(early=early))
+    if not early:
+        submodule.forward_batched = lambda walk, engine_inputs, input_ids: {
+            0: engine_inputs.piecewise["core"].run({"x": input_ids}, (0,), [input_ids.numel()])
+        }
+    (info,) = ingested(engine, {0: [1, 2]})
+    toy.calls.clear()
+    for _ in range(3):
+        assert not engine.exec(Batch("LLM", "score", [info])).errors
+    contexts = [ctx for name, ctx in toy.calls if name == "plan" and ctx.graph_walk == REGION_WALK]
+    assert [(ctx.slot, ctx.slot_lease.slot) for ctx in contexts] == [(0, 0), (1, 1), (0, 0)]

@@ -138,7 +138,7 @@ def test_a_plan_that_fails_is_not_staged_and_the_launch_plans_inline(threaded, h
     engine, _, toy, decode, _ = serving()
     toy.fail[hook] = RuntimeError("no plan today")
     engine.pre_plan(decode)
-    engine.extend_prefix_chains([], NOTHING)  # any call waits for the plan
+    engine.extend_prefix_chains(NOTHING, NOTHING)  # any call waits for the plan
     toy.fail.clear()
     assert "clear" in toy.hooks()
     assert engine.exec(decode).host["new_token"].tolist() == [expected([i + 1], 1)[1] for i in range(3)]
@@ -238,3 +238,55 @@ def test_a_refused_ingest_leaves_a_staged_plan_alone(threaded):
         engine.ingest(bad)
     assert not engine.exec(decode).errors
     assert engine.counters["promoted"] == 1
+
+
+def test_rows_that_run_one_by_one_undo_the_plan_of_others_first(threaded):
+    class Alone(ToySubmodule):
+        def can_batch(self, graph_walk, inputs):
+            return graph_walk != "alone"
+
+    engine, _, toy, decode, _ = serving(3, submodule=Alone())
+    newcomers = [request(i, [i]) for i in (8, 9)]
+    for info in newcomers:
+        engine.ingest(info)
+    engine.pre_plan(decode)
+    assert not engine.exec(Batch("LLM", "alone", newcomers)).errors
+    hooks = [name for name in toy.hooks() if name != "reset"]
+    assert hooks[:4] == ["admit", "pre_plan", "clear", "admit"]
+    assert engine.exec(decode).host["new_token"].tolist() == [expected([i + 1], 1)[1] for i in range(3)]
+    assert (engine.counters["promoted"], engine.counters["cleared"]) == (0, 1)
+
+
+def test_the_same_rows_with_other_lengths_are_another_step(threaded):
+    engine, _, _ = make_engine(preplans=True)
+    info = request(0, [4, 5])
+    engine.ingest(info)
+    engine.pre_plan(Batch("LLM", "prefill", [info]))
+    info.prompt_ids = np.array([4, 5, 6])  # such as the next chunk of a prompt, which falls into the same bucket
+    assert engine.exec(Batch("LLM", "prefill", [info])).host["new_token"].tolist() == expected([4, 5, 6], 0)
+    assert (engine.counters["promoted"], engine.counters["cleared"]) == (0, 1)
+
+
+def test_a_plan_ahead_waits_until_the_device_is_past_the_last_step_of_its_slot(threaded):
+    events = []
+
+    class Logging(CpuGraphBackend):
+        def copy_to_host(self, tensors):
+            copy, number = super().copy_to_host(tensors), len(events)
+            events.append("launched")
+            wait = copy.wait
+            copy.wait = lambda: events.append(f"waited for {number}") or wait()
+            return copy
+
+    engine, _, toy = make_engine(preplans=True, backend=Logging())
+    info = request(0, [1])
+    engine.ingest(info)
+    plan = toy.plan
+    toy.plan = lambda step, ctx: events.append(f"planned on {ctx.slot}") or plan(step, ctx)
+    decode = Batch("LLM", "decode", [info])
+    flights = [engine.launch(Batch("LLM", "prefill", [info])), engine.launch(decode)]
+    events.clear()
+    engine.pre_plan(decode)
+    assert engine.collect(flights[1]).host["new_token"].tolist() == expected([1], 1)[1:]
+    assert events[:2] == ["waited for 1", "planned on 0"]  # the prefill's copy was the event after its plan
+    assert engine.exec(decode).host["new_token"].tolist() == expected([1], 2)[2:]

@@ -125,23 +125,28 @@ def test_a_cache_that_raises_leaves_nothing_behind():
     engine.ingest(request(1, PROMPT))  # the only row is free again
 
 
-def test_kept_tokens_reach_the_chains_by_master_row_and_those_of_the_gone_do_not():
+def test_kept_tokens_reach_the_chains_by_master_row():
     engine, _, toy = make_engine(capacity=4)
     infos = [request(i) for i in range(3)]
     for info in infos:
         engine.ingest(info)
-    tokens = np.array([10, 11, 12])
-    engine.extend_prefix_chains([0, 1, 2], tokens)
-    engine.extend_prefix_chains((0, 1, 2), tokens + 10)
-    engine.extend_prefix_chains(np.array([2, 0]), tokens[:2])
+    rows, tokens = np.array([info.row for info in infos]), np.array([10, 11, 12])
+    engine.extend_prefix_chains(rows, tokens)
+    engine.extend_prefix_chains(rows, tokens + 10)
+    engine.extend_prefix_chains(rows[[2, 0]], tokens[:2])
+    assert toy.chains == [([3, 2, 1], [10, 11, 12]), ([3, 2, 1], [20, 21, 22]), ([1, 3], [10, 11])]
+
+
+def test_rows_are_looked_up_as_they_are_now():
+    engine, _, _ = make_engine(capacity=3)
+    table = engine._requests
+    for i in range(3):
+        engine.ingest(request(i))
+    before = table.rows_of((2, 0))[0]
+    assert before.tolist() == [0, 2]
+    assert table.rows_of((2, 0))[0] is before, "the same ids again cost no look-up"
+    engine.remove(0)
     engine.remove(1)
-    engine.extend_prefix_chains([0, 1, 2], tokens)
-    engine.ingest(request(5))
-    engine.extend_prefix_chains([5, 1], tokens[:2])
-    assert toy.chains == [
-        ([3, 2, 1], [10, 11, 12]),
-        ([3, 2, 1], [20, 21, 22]),
-        ([1, 3], [10, 11]),
-        ([3, 1], [10, 12]),
-        ([2], [10]),
-    ]
+    for i in (1, 0):  # each on the other's former row
+        engine.ingest(request(i))
+    assert table.rows_of((2, 0))[0].tolist() == [0, 1]

@@ -77,3 +77,11 @@ def test_a_scalar_tensor_is_static_too():
     assert view.item() == 4.0
     assert buffers.narrowed(0, "s", torch.tensor(5.0)).item() == 5.0
     assert view.item() == 5.0
+
+
+def test_sharing_is_accounted_for_in_bytes():
+    buffers = StaticBuffers()
+    for tokens in (64, 16, 4):
+        buffers.intern(0, "ids", torch.zeros(tokens, dtype=torch.int64), tokens, 64)
+    assert buffers.resident_bytes == 64 * 8
+    assert buffers.per_capture_bytes == (64 + 16 + 4) * 8

@@ -104,10 +104,15 @@ class RegionSubmodule(ToySubmodule):
 
 
 def make_regions(
-    options: RegionOptions | None = None, *, backend: Any = None, budget: int = 10_000, device: str = "cpu"
+    options: RegionOptions | None = None,
+    *,
+    backend: Any = None,
+    budget: int = 10_000,
+    device: str = "cpu",
+    submodule: RegionSubmodule | None = None,
 ) -> Any:
     """Engine, submodule, toy resource; strict, warmed up and captured at load unless ``backend`` says otherwise."""
-    submodule = RegionSubmodule(options or RegionOptions())
+    submodule = submodule or RegionSubmodule(options or RegionOptions())
     engine = Engine(
         {"LLM": submodule},
         [ToySpec("toy", {"LLM"}, budget)],

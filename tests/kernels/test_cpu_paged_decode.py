@@ -49,23 +49,26 @@ class Rows:
         page, offset = np.divmod(positions, self.shape[3])
         return self.pages[self.page_starts[row] + page].astype(np.int64), offset
 
-    def run(self, rows=None, window=None, lanes=None):
-        """``rows`` as one batch, all by default; q, k and v are views of one tensor, as a model hands them over."""
+    def run(self, rows=None, window=None, lanes=None, step=None):
+        """``rows`` as one batch, all by default; q, k and v are views of one tensor, as a model hands them over.
+
+        ``step`` is planned anew; None for a new one.
+        """
         rows = range(self.lens.size) if rows is None else rows
         new = [torch.cat((self.q[r], self.k[r][-1], self.v[r][-1])) for r in rows]
         heads, kv_heads = self.shape[:2]
         q, k, v = torch.stack(new).split((heads, kv_heads, kv_heads), dim=1)
         index = np.array(rows)
         ends = self.lens[index]
-        kernel, starts = kernel_of(*self.shape, lanes=lanes), self.page_starts[index]
-        step = PagedDecode(kernel, ends, self.pages, starts, first_seen(ends, window))
+        step = step or PagedDecode(kernel_of(*self.shape, lanes=lanes))
+        step.plan(ends, self.pages, self.page_starts[index], first_seen(ends, window))
         return step.attend(self.layer, q, k, v)
 
-    def run_spans(self, spans, causal=True, window=None, rows=None, q=None):
+    def run_spans(self, spans, causal=True, window=None, rows=None, q=None, step=None):
         """The last ``spans`` tokens of each row as one batch over keys that are stored; queries [tokens, ...]."""
         rows = np.arange(self.lens.size) if rows is None else np.array(rows)
-        step = PagedDecode.of_rows(
-            kernel_of(*self.shape),
+        step = step or PagedDecode(kernel_of(*self.shape))
+        step.plan_rows(
             self.lens[rows],
             np.array(spans),
             self.pages,
@@ -135,6 +138,24 @@ def test_a_row_does_not_depend_on_the_number_of_threads(lens):
         torch.set_num_threads(before)
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_planned_again_and_again_it_gives_what_a_new_one_gives():
+    """Over batches that grow and shrink, longer and shorter rows, other pages, windows, spans and threads."""
+    before, again = torch.get_num_threads(), PagedDecode(kernel_of(6, 2, 64, 16))
+    batches = [([5, 9], None, 2), ([400] * 9, None, 1), ([3], 2, 1), ([2000, 1, 70], None, 3), ([5, 9], None, 2)]
+    try:
+        for lens, window, threads in batches:
+            torch.set_num_threads(threads)
+            rows = Rows(lens)
+            wanted = rows.run(window=window)
+            for _ in range(2):
+                assert torch.equal(rows.run(window=window, step=again), wanted)
+            spans = [min(n, 7) for n in lens]
+            q = torch.randn(sum(spans), *rows.q.shape[1:])
+            assert torch.equal(rows.run_spans(spans, q=q, step=again), rows.run_spans(spans, q=q))
+    finally:
+        torch.set_num_threads(before)
 
 
 spans_of_rows = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1 << 16)), min_size=1, max_size=6)

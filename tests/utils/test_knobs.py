@@ -1,5 +1,9 @@
 """Environment variables: defaults, values, and refusal by name."""
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 
 from mstar.utils import knobs
@@ -92,3 +96,38 @@ def test_the_environment_is_read_at_each_call(monkeypatch):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_reads_a_declared_knob(name):
     assert knobs.KNOBS[name].doc
+
+
+def test_every_declared_knob_has_its_function():
+    assert FUNCTIONS.keys() == knobs.KNOBS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "returned"),
+    [
+        ("device_loopback_enabled", "bool"),
+        ("ingraph_decode_rope", "bool"),
+        ("kv_chain_lazy_steps", "int"),
+        ("kv_pinned_indptrs", "bool"),
+        ("kv_plan_cache", "int"),
+        ("sampler_ingraph_scatter", "bool"),
+        ("sampler_slots", "int"),
+    ],
+)
+def test_published_functions_take_nothing_and_return_a_plain_value(name, returned):
+    signature = inspect.signature(getattr(knobs, name), eval_str=True)
+    assert not signature.parameters
+    assert signature.return_annotation.__name__ == returned
+
+
+def test_no_other_module_reads_a_variable_of_the_project():
+    """Every one is in the table, so that documentation and refusals cover it."""
+    root = Path(knobs.__file__).parents[1]
+    named = {
+        (path.relative_to(root).as_posix(), variable)
+        for path in root.rglob("*.py")
+        for variable in re.findall(r"MSTAR_[A-Z_]+", path.read_text())
+    }
+    assert {variable for _, variable in named} <= knobs.KNOBS.keys()
+    read = re.compile(r"""(environ|getenv)\W*(get\W*)?["']MSTAR_""")
+    assert [path.name for path in root.rglob("*.py") if read.search(path.read_text())] == ["knobs.py"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ class HostCost:
 def host(
     rows: Annotated[str, typer.Option(help="comma-separated numbers of running requests")] = "1,16,64,128,256",
     steps: Annotated[int, typer.Option(min=CHURN_STEPS, help="measured steps per number of rows")] = 1024,
-    settings: Annotated[str, typer.Option(help="fastest sets the host's switches; environment leaves them")] = "fastest",
+    settings: Annotated[
+        str, typer.Option(help="fastest sets the host's switches; environment leaves them")
+    ] = "fastest",
     run_ahead: Annotated[bool, typer.Option(help="launch a step before the tokens of the last are read")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
 ) -> None:
@@ -77,9 +80,12 @@ def host(
     results = [measure(count, steps, run_ahead) for count in sizes]
     _print(results, run_ahead)
     if json_file:
-        json_file.write_text(json.dumps([vars(result) | {"units": result.units} for result in results], indent=1) + "\n")
+        json_file.write_text(
+            json.dumps([vars(result) | {"units": result.units} for result in results], indent=1) + "\n"
+        )
 
 
+@torch.inference_mode()  # as the engine's own loop runs
 def measure(rows: int, steps: int, run_ahead: bool) -> HostCost:
     """Runs ``rows`` requests at a time through a stub model; a group of them leaves and joins every 32 steps."""
     clock = PhaseClock()
@@ -91,21 +97,23 @@ def measure(rows: int, steps: int, run_ahead: bool) -> HostCost:
         waiting.submit(len(range(cohort, rows, cohorts)), CHURN_STEPS * (cohort + 1))
     for _ in range(lifetime):
         _loop_once(conductor, waiting, clock)
-    unit = _unit_us()
+    wall, units = 0.0, []
     gc.collect()
     gc.disable()
     try:
         clock.reset()
-        start = time.perf_counter()
-        for _ in range(steps):
-            _loop_once(conductor, waiting, clock)
-        wall = time.perf_counter() - start
+        for first in range(0, steps, CHURN_STEPS):
+            units.append(_unit_us())  # in between, so that a busy machine slows both alike
+            clock.start()
+            start = time.perf_counter()
+            for _ in range(min(CHURN_STEPS, steps - first)):
+                _loop_once(conductor, waiting, clock)
+            wall += time.perf_counter() - start
     finally:
         gc.enable()
     phases = {name: seconds / steps * 1e6 for name, seconds in clock.seconds.items()}
     replay = phases.pop(REPLAY)
-    unit = min(unit, _unit_us())
-    return HostCost(rows, steps, phases, wall / steps * 1e6 - replay, replay, unit)
+    return HostCost(rows, steps, phases, wall / steps * 1e6 - replay, replay, statistics.median(units))
 
 
 class _Arrivals:
@@ -136,18 +144,15 @@ def _loop_once(conductor: Conductor, waiting: _Arrivals, clock: PhaseClock) -> N
 
 
 def _unit_us() -> float:
-    """Microseconds of 1,000 calls of an empty Python function: the best of many, so that a busy machine counts less."""
+    """Microseconds of 1,000 calls of an empty Python function."""
 
     def empty() -> None:
         return None
 
-    best = float("inf")
-    for _ in range(50):
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            empty()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e6
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        empty()
+    return (time.perf_counter() - start) * 1e6
 
 
 def _print(results: list[HostCost], run_ahead: bool) -> None:

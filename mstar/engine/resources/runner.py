@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.spec import NodeResourceSpec
@@ -45,6 +46,24 @@ def build_resources(specs: Sequence[NodeResourceSpec], info: EngineResourceInfo)
     return built
 
 
+_MOST_KEPT_STEPS = 8  # those of unchanged batches take turns: a few walks, each on two slots
+_Part = tuple[str, Resource, ResourceStep]
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """A step's parts with their resources, in dependency order: all of them, and those that have each hook.
+
+    The reference to ``step`` keeps its id from being another's.
+    """
+
+    step: SubmoduleStep
+    every: tuple[_Part, ...]
+    admit: tuple[_Part, ...]
+    commit: tuple[_Part, ...]
+    abandon: tuple[_Part, ...]
+
+
 class StepRunner:
     """admit, plan and commit over the resources that a step names, in dependency order.
 
@@ -62,9 +81,9 @@ class StepRunner:
                     f"resource {spec.resource_key!r} plans ahead, {inline[0]!r} that it depends on does not"
                 )
         self._resources = [(spec.resource_key, resources[spec.resource_key]) for spec in ordered]
-        self._ahead = [(key, resource) for key, resource in self._resources if resource.supports_preplan]
-        self._inline = [(key, resource) for key, resource in self._resources if not resource.supports_preplan]
+        self._ahead = [resource for _, resource in self._resources if resource.supports_preplan]
         self._keys = frozenset(key for key, _ in self._resources)
+        self._kept: dict[int, _Parts] = {}  # by the step's id
 
     def admit(self, step: SubmoduleStep, ctx: StepContext, promoted: bool = False) -> tuple[AdmitOutcome, str | None]:
         """Asks each resource; stops at the first that refuses or is not ready, and names it.  With ``promoted``, those
@@ -74,16 +93,15 @@ class StepRunner:
         Raises:
             KeyError: the step names a resource that does not exist.
         """
-        self._check_keys(step)
         admitted: list[tuple[Resource, ResourceStep]] = []
         try:
-            for key, resource in self._inline if promoted else self._resources:
-                part = step.get(key)
-                if part is not None:
-                    outcome = resource.admit(part, ctx)
-                    if not (outcome.ok and outcome.ready):
-                        return outcome, key
-                    admitted.append((resource, part))
+            for key, resource, part in self._parts(step).admit:
+                if promoted and resource.supports_preplan:
+                    continue
+                outcome = resource.admit(part, ctx)
+                if not (outcome.ok and outcome.ready):
+                    return outcome, key
+                admitted.append((resource, part))
             admitted.clear()
             return ADMITTED, None
         finally:
@@ -92,22 +110,17 @@ class StepRunner:
 
     def plan(self, step: SubmoduleStep, ctx: StepContext, promoted: bool = False) -> None:
         """Fills ``ctx.plan_results`` anew; ``promoted``: by completing staged plans.  KeyError as :meth:`admit`."""
-        self._check_keys(step)
         results = ctx.plan_results
         results.clear()
-        for key, resource in self._resources:
-            part = step.get(key)
-            if part is not None:
-                ahead = promoted and resource.supports_preplan
-                results[key] = resource.promote_preplan(part, ctx) if ahead else resource.plan(part, ctx)
+        for key, resource, part in self._parts(step).every:
+            ahead = promoted and resource.supports_preplan
+            results[key] = resource.promote_preplan(part, ctx) if ahead else resource.plan(part, ctx)
 
     def pre_admit(self, step: SubmoduleStep, ctx: StepContext) -> tuple[AdmitOutcome, str | None]:
         """:meth:`admit` by the resources that plan ahead; ``ctx.is_preplan``.  :meth:`clear` undoes it."""
         assert ctx.is_preplan
-        self._check_keys(step)
-        for key, resource in self._ahead:
-            part = step.get(key)
-            if part is not None:
+        for key, resource, part in self._parts(step).admit:
+            if resource.supports_preplan:
                 outcome = resource.admit(part, ctx)
                 if not (outcome.ok and outcome.ready):
                     return outcome, key
@@ -117,32 +130,45 @@ class StepRunner:
         """:meth:`plan` by the resources that plan ahead; ``ctx.is_preplan``."""
         assert ctx.is_preplan
         ctx.plan_results.clear()
-        for key, resource in self._ahead:
-            part = step.get(key)
-            if part is not None:
+        for key, resource, part in self._parts(step).every:
+            if resource.supports_preplan:
                 ctx.plan_results[key] = resource.plan(part, ctx)
 
     def clear(self) -> None:
         """Undoes what was planned ahead; dependents first, as they may have built on the others' plans."""
-        for _, resource in reversed(self._ahead):
+        for resource in reversed(self._ahead):
             resource.clear_preplan()
 
     def commit(self, step: SubmoduleStep, ctx: StepContext) -> None:
         """Makes the step's effects durable, once its forward was submitted.  KeyError as :meth:`admit`."""
-        self._check_keys(step)
-        for key, resource in self._resources:
-            part = step.get(key)
-            if part is not None:
-                resource.commit(part, ctx)
+        for _, resource, part in self._parts(step).commit:
+            resource.commit(part, ctx)
 
     def abandon(self, step: SubmoduleStep, ctx: StepContext) -> None:
         """Instead of :meth:`commit`, when the plan or the forward failed; dependents first."""
-        for key, resource in reversed(self._resources):
-            part = step.get(key)
-            if part is not None:
-                resource.abandon(part, ctx)
+        for _, resource, part in reversed(self._parts(step).abandon):
+            resource.abandon(part, ctx)
 
-    def _check_keys(self, step: SubmoduleStep) -> None:
+    def _parts(self, step: SubmoduleStep) -> _Parts:
+        """The step's parts, sorted out once for as long as its batch is unchanged."""
+        parts = self._kept.get(id(step))
+        if parts is None:
+            if len(self._kept) >= _MOST_KEPT_STEPS:
+                self._kept.clear()
+            parts = self._kept[id(step)] = self._sorted(step)
+        return parts
+
+    def _sorted(self, step: SubmoduleStep) -> _Parts:
         if not self._keys.issuperset(step.steps):
             unknown = sorted(set(step.steps) - self._keys)
             raise KeyError(f"the step names unknown resources: {', '.join(unknown)}")
+        every = tuple((key, resource, step.steps[key]) for key, resource in self._resources if key in step.steps)
+
+        def having(hook: str) -> tuple[_Part, ...]:
+            return tuple(part for part in every if _overrides(part[1], hook))
+
+        return _Parts(step, every, having("admit"), having("commit"), having("abandon"))
+
+
+def _overrides(resource: Resource, hook: str) -> bool:
+    return getattr(getattr(resource, hook), "__func__", None) is not getattr(Resource, hook)

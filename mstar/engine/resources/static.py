@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
 from mstar.engine.resources.step import SlotLease
+
+_MOST_KEPT_VIEWS = 512
+
+
+class StaticView:
+    """The first elements of one slot's buffer, ``device``, and the host's side of it.
+
+    Kept for every length, because a view of a tensor takes longer to make than to fill.
+    """
+
+    def __init__(self, device: torch.Tensor, staging: torch.Tensor) -> None:
+        self.device = device
+        self._staging = staging  # the buffer itself on the CPU
+
+    @cached_property
+    def host(self) -> np.ndarray:
+        """Where the host writes; :meth:`sent` brings it to the device."""
+        return self._staging.numpy()
+
+    @cached_property
+    def host_halves(self) -> tuple[np.ndarray, np.ndarray]:
+        """``host`` cut in the middle."""
+        half = self.host.size // 2
+        return self.host[:half], self.host[half:]
+
+    @cached_property
+    def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``device`` cut in the middle."""
+        half = self.device.numel() // 2
+        return self.device[:half], self.device[half:]
+
+    def sent(self) -> torch.Tensor:
+        """``device``, which holds what the host wrote from here on."""
+        if self._staging is not self.device:
+            self.device.copy_(self._staging, non_blocking=True)
+        return self.device
 
 
 class StepBuffer:
@@ -21,9 +59,11 @@ class StepBuffer:
         self._device = device
         self._slots: list[torch.Tensor] = [torch.empty(0, dtype=dtype, device=device) for _ in range(num_slots)]
         self._staging: list[torch.Tensor] = list(self._slots)
+        self._views: dict[tuple[int, int], StaticView] = {}
 
     def reserve(self, length: int) -> None:
         """Grows every slot's buffer to ``length`` elements; moves it, so only before any capture."""
+        self._views.clear()
         for slot, buffer in enumerate(self._slots):
             if buffer.numel() < length:
                 self._slots[slot] = torch.full((length,), self._fill, dtype=self._dtype, device=self._device)
@@ -41,18 +81,15 @@ class StepBuffer:
         if lease is None:
             fresh = torch.from_numpy(np.ascontiguousarray(values)).to(self._dtype)
             return fresh.to(self._device, non_blocking=True)
-        staging = self._staging[lease.slot][: values.size]
-        staging.numpy()[...] = values
-        view = self._slots[lease.slot][: values.size]
-        if self._device.type != "cpu":
-            view.copy_(staging, non_blocking=True)
-        return view
+        view = self.static(values.size, lease)
+        view.host[...] = values
+        return view.sent()
 
     def put_head(self, values: np.ndarray | torch.Tensor, length: int, lease: SlotLease | None) -> torch.Tensor:
         """:meth:`put` of the first of ``length`` elements, all of which are returned.  Values may lie on the device."""
         if isinstance(values, np.ndarray):
             head = self.put(values, lease)
-            return head if head.numel() == length else self.view(length, lease)
+            return head if values.size == length else self.view(length, lease)
         buffer = self.view(length, lease)
         buffer[: values.numel()].copy_(values, non_blocking=True)
         return buffer
@@ -61,4 +98,16 @@ class StepBuffer:
         """Room for ``length`` elements that device code fills, by the same rule of addresses."""
         if lease is None:
             return torch.empty(length, dtype=self._dtype, device=self._device)
-        return self._slots[lease.slot][:length]
+        return self.static(length, lease).device
+
+    def static(self, length: int, lease: SlotLease) -> StaticView:
+        """The first ``length`` elements of the slot's buffer, for a plan that writes them itself."""
+        key = (lease.slot, length)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _MOST_KEPT_VIEWS:
+                self._views.clear()
+            device = self._slots[lease.slot][:length]
+            on_cpu = self._device.type == "cpu"
+            view = self._views[key] = StaticView(device, device if on_cpu else self._staging[lease.slot][:length])
+        return view

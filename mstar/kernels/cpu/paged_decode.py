@@ -9,6 +9,7 @@ threads; threads take contiguous items of about equal total length.
 from __future__ import annotations
 
 import functools
+from typing import Self
 
 import numpy as np
 import torch
@@ -16,7 +17,12 @@ import torch
 from mstar.kernels.cpu.jit import Worker, make_or_warn, vector_lanes, words
 from mstar.kernels.cpu.paged_decode_ir import ARGUMENTS, module_ir
 
-_OF_A_LAYER = [0] * ARGUMENTS.index("pages")  # the first arguments are each call's own
+_OF_A_LAYER = ARGUMENTS.index("pages")  # arguments before this one are each call's own
+_PAGES, _PAGE_STARTS, _LENGTHS, _FIRSTS, _COSTS, _SCORES, _ROWS, _SCORES_STRIDE, _STORES = range(
+    _OF_A_LAYER, len(ARGUMENTS)
+)
+_SCORES_STEP = 256  # positions by which scratch grows, a multiple of any vector's lanes
+_CACHE_LINE = 16  # fp32
 
 
 class PagedDecodeKernel:
@@ -48,45 +54,62 @@ def paged_decode_kernel(heads: int, kv_heads: int, dim: int, page_size: int) -> 
 
 
 class PagedDecode:
-    """Planned query tokens, each over positions of its own; :meth:`attend` is called once per layer.
+    """Query tokens, each over positions of its own: planned once per step, attended once per layer.
 
-    Args:
-        ends: int64 [B], the position after the last one each token sees; 0 gives zeros.
-        pages: int32, pages of all rows.
-        page_starts: int32 [B], where in ``pages`` those of the token's row begin.
-        firsts: int64 [B], the first position each token sees, below its end; None for 0.
-        stores: whether ``k`` and ``v`` belong at position ``ends - 1`` and are stored there first.  Otherwise they
-            must be in the cache already.
+    An object that is planned again and again does little each time: it keeps its scratch, and what the kernel was told
+    of arrays that are still the same.
     """
 
-    def __init__(
+    def __init__(self, kernel: PagedDecodeKernel) -> None:
+        self._kernel = kernel
+        self._arguments = words(*[0] * len(ARGUMENTS))
+        self._threads = self._longest = 0  # what the scratch has room for
+        self._capacity = -1  # query tokens that the kernel's own arrays have room for
+        self._ends = self._firsts = self._costs = np.empty(0, np.int64)
+        self._has_firsts = False
+        self._pages = self._page_starts = np.empty(0, np.int32)
+        self._tokens = -1  # of the last plan
+
+    def plan(
         self,
-        kernel: PagedDecodeKernel,
         ends: np.ndarray,
         pages: np.ndarray,
         page_starts: np.ndarray,
         firsts: np.ndarray | None = None,
         stores: bool = True,
-    ) -> None:
-        self._kernel = kernel
-        lanes, tokens = kernel.lanes, ends.size
-        if firsts is None:
-            firsts = np.zeros_like(ends)
-        blocks = -(-ends // lanes) - firsts // lanes
-        costs = np.zeros(tokens + 1, np.int64)
-        np.cumsum(blocks + 1, out=costs[1:])  # one more for what an item costs besides its length
-        most = int(blocks.max(initial=0)) * lanes
-        self._threads = torch.get_num_threads()
-        scores = np.empty((self._threads, kernel.heads // kernel.kv_heads, most), np.float32)
-        # The arrays are read through their addresses: they must live as long as the plan, and be dense.
-        self._arrays = [np.ascontiguousarray(array) for array in (pages, page_starts, ends, firsts, costs, scores)]
-        planned = (array.ctypes.data for array in self._arrays)
-        self._arguments = words(*_OF_A_LAYER, *planned, tokens, most, int(stores))  # in the order of ARGUMENTS
+    ) -> Self:
+        """Plans a step of ``B`` query tokens.
 
-    @classmethod
-    def of_rows(
-        cls,
-        kernel: PagedDecodeKernel,
+        Args:
+            ends: int64 [B], the position after the last one each token sees; 0 gives zeros.
+            pages: int32, pages of all rows; read where it lies, so it must stay as it is until the step is over.
+            page_starts: int32 [B] or longer, where in ``pages`` those of the token's row begin; likewise.
+            firsts: int64 [B], the first position each token sees, below its end; None for 0.
+            stores: whether ``k`` and ``v`` belong at position ``ends - 1`` and are stored there first.  Otherwise
+                they must be in the cache already.
+        """
+        tokens, arguments = ends.size, self._arguments
+        if tokens > self._capacity:
+            self._grow(tokens)
+        self._reserve_scores(int(np.maximum.reduce(ends, initial=0)))
+        self._ends[:tokens] = ends
+        if firsts is not None:
+            self._firsts[:tokens] = firsts
+        elif self._has_firsts:
+            self._firsts[:] = 0
+        self._has_firsts = firsts is not None
+        if pages is not self._pages:
+            self._pages = np.ascontiguousarray(pages)
+            arguments[_PAGES] = self._pages.ctypes.data
+        if page_starts is not self._page_starts or tokens != self._tokens:
+            self._page_starts, self._tokens = np.ascontiguousarray(page_starts), tokens
+            arguments[_PAGE_STARTS] = self._page_starts.ctypes.data
+            self._share(ends, firsts)
+        arguments[_ROWS], arguments[_STORES] = tokens, stores
+        return self
+
+    def plan_rows(
+        self,
         kv_lens: np.ndarray,
         spans: np.ndarray,
         pages: np.ndarray,
@@ -94,8 +117,8 @@ class PagedDecode:
         *,
         causal: bool,
         window: int | None,
-    ) -> PagedDecode:
-        """Rows of any number of query tokens, the last ``spans`` positions of each, whose keys are stored before.
+    ) -> Self:
+        """Plans rows of any number of query tokens, the last ``spans`` positions of each, whose keys are stored before.
 
         Args:
             kv_lens, spans: int64 [rows], tokens of each row with the new ones, and its query tokens.
@@ -104,7 +127,35 @@ class PagedDecode:
         """
         own_ends = np.repeat(kv_lens - np.cumsum(spans), spans) + np.arange(1, int(spans.sum()) + 1)
         ends = own_ends if causal else np.repeat(kv_lens, spans)
-        return cls(kernel, ends, pages, np.repeat(page_starts, spans), first_seen(own_ends, window), stores=False)
+        return self.plan(ends, pages, np.repeat(page_starts, spans), first_seen(own_ends, window), stores=False)
+
+    def _share(self, ends: np.ndarray, firsts: np.ndarray | None) -> None:
+        """By what the threads share the items.
+
+        Nothing else hangs on it, so it may be a few tokens old: it is renewed when the rows or their pages change.
+        """
+        lengths = ends if firsts is None else ends - firsts
+        costs = self._costs[1 : ends.size + 1]
+        np.add(lengths, self._kernel.lanes, out=costs)  # besides its length, an item costs as much as one block more
+        np.add.accumulate(costs, out=costs)
+
+    def _grow(self, tokens: int) -> None:
+        """Arrays for ``tokens`` query tokens; the kernel reads them through their addresses."""
+        self._capacity, self._has_firsts, self._tokens = tokens, False, -1
+        self._ends, self._firsts, self._costs = (np.zeros(n, np.int64) for n in (tokens, tokens, tokens + 1))
+        arrays = (self._ends, self._firsts, self._costs)
+        self._arguments[_LENGTHS : _COSTS + 1] = [array.ctypes.data for array in arrays]
+
+    def _reserve_scores(self, longest: int) -> None:
+        """Scratch for each thread and tokens that see up to ``longest`` positions."""
+        threads = torch.get_num_threads()
+        if threads == self._threads and longest <= self._longest:
+            return
+        self._threads, self._longest = threads, -(-longest // _SCORES_STEP) * _SCORES_STEP
+        # A cache line more, lest the scores of one block for all heads share one set of the cache.
+        stride = self._longest + _CACHE_LINE
+        self._scores = np.empty((threads, self._kernel.heads // self._kernel.kv_heads, stride), np.float32)
+        self._arguments[_SCORES], self._arguments[_SCORES_STRIDE] = self._scores.ctypes.data, stride
 
     def attend(
         self, layer: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
@@ -124,7 +175,7 @@ class PagedDecode:
         if out is None:
             out = torch.empty(q.shape)
         addresses = [tensor.data_ptr() for tensor in (q, k, v, out, layer)]
-        self._arguments[: len(_OF_A_LAYER)] = [*addresses, q.stride(0), k.stride(0), v.stride(0)]
+        self._arguments[:_OF_A_LAYER] = [*addresses, q.stride(0), k.stride(0), v.stride(0)]
         self._kernel.worker(self._arguments, self._threads)
         return out
 

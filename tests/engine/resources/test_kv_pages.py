@@ -188,3 +188,40 @@ class OwnersUnderRandomUse(RuleBasedStateMachine):
 
 TestOwnersUnderRandomUse = OwnersUnderRandomUse.TestCase
 TestOwnersUnderRandomUse.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_ten_thousand_random_operations_keep_every_page_free_or_owned_once_per_owner():
+    """Streams (lists of pages) grow, share their beginnings, shrink and leave."""
+    rng, arena = np.random.default_rng(0), PageArena(64)
+    streams: list[np.ndarray] = []
+    refused = 0
+    for _ in range(10_000):
+        choice = int(rng.integers(0, 4))
+        if choice == 0 or not streams:
+            n, free = int(rng.integers(0, 9)), arena.num_free
+            got = arena.try_allocate(n)
+            refused += got is None
+            assert (got is None) == (n > free)
+            if got is not None:
+                streams.append(got)
+        elif choice == 1:
+            stream = streams[rng.integers(len(streams))]
+            shared = stream[: int(rng.integers(0, stream.size + 1))]
+            arena.seal(shared)
+            arena.share(shared)
+            streams.append(shared.copy())
+        elif choice == 2:
+            i = int(rng.integers(len(streams)))
+            keep = int(rng.integers(0, streams[i].size + 1))
+            arena.release(streams[i][keep:])
+            streams[i] = streams[i][:keep]
+        else:
+            arena.release(streams.pop(int(rng.integers(len(streams)))))
+        references = np.concatenate([*streams, pages()])
+        arena.check(references)
+        assert arena.num_free == arena.num_usable - np.unique(references).size
+    assert refused > 100, "the pool was never full"
+    for stream in streams:
+        arena.release(stream)
+    assert arena.num_free == arena.num_usable
+    assert not arena.is_sealed(np.arange(64)).any()

@@ -399,6 +399,24 @@ def test_counters_that_moved_since_are_seen_when_the_step_is_taken() -> None:
     assert rig.rope.pos_ids().tolist() == [6]
 
 
+def test_a_step_planned_anew_when_it_is_taken_gives_back_what_its_target_held_at_first() -> None:
+    rig = rig_of(requests=1)
+    rig.reserve(4, 16)
+    rig.run([1], [7], step=step_of([(1, "main", 4), (1, "guide", 7)]))
+    guide = int(rig.kv.streams(rig.context([1], [1]).labels(KVStep(segments=(Segment(1, "guide", 1),)))["guide"])[0])
+    step, ctx = step_of([(1, "guide", 1)], pre_forks=(Fork(1, "main", "guide"),)), rig.context([1], [1], slot=1)
+    assert rig.runner.admit(step, ctx)[0].ok
+    ctx.is_preplan = True
+    rig.runner.pre_plan(step, ctx)
+    ctx.is_preplan = False
+    assert rig.rope.next_position[guide] == 4
+    rig.rope.next_position[[1, guide]] += 2  # both counters moved since
+    rig.rope.promote_preplan(step.get("rope"), ctx)
+    assert rig.rope.pos_ids("guide").tolist() == [6]
+    rig.rope.abandon(step.get("rope"), ctx)
+    assert rig.rope.next_position[guide] == 7
+
+
 # Declarations.
 
 

@@ -123,6 +123,38 @@ def test_resources_that_a_step_does_not_name_are_left_alone():
     assert resources["b"].calls == ["admit", ("plan", ()), "commit"]
 
 
+def test_every_step_is_driven_by_its_own_parts_however_many_there_were():
+    resources, runner = recorders(spec("a"), spec("b"))
+    ctx, kept = Rig().context([], []), whole_step("a", "b")
+    for n in range(100):
+        for resource in resources.values():
+            resource.calls.clear()
+        step = kept if n % 3 == 0 else whole_step(*"ab"[: 1 + n % 2])  # whose id may be that of one that is gone
+        runner.admit(step, ctx)
+        runner.commit(step, ctx)
+        assert {key for key, resource in resources.items() if resource.calls == ["admit", "commit"]} == set(step.keys())
+
+
+class Idle(Resource):
+    """Has none of the hooks."""
+
+    @classmethod
+    def build(cls, spec, info):
+        return cls()
+
+
+def test_a_resource_without_hooks_is_planned_as_any_other():
+    info = EngineResourceInfo(torch.device("cpu"), torch.float32, torch.float32, capacity=1, padding_rows=0)
+    specs = [spec("a"), spec("b", "a")]
+    resources = {**build_resources(specs, info), "a": Idle()}
+    runner, ctx, step = StepRunner(resources, specs), Rig().context([], []), whole_step("a", "b")
+    assert runner.admit(step, ctx) == (ADMITTED, None)
+    runner.plan(step, ctx)
+    runner.commit(step, ctx)
+    assert ctx.plan_results == {"a": None, "b": "plan of b"}
+    assert resources["b"].calls == ["admit", ("plan", ("a",)), "commit"]
+
+
 @pytest.mark.parametrize(
     "outcome", [AdmitOutcome(ok=False, reason=AllocationFailed("short")), AdmitOutcome(ready=False)]
 )

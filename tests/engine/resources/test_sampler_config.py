@@ -156,6 +156,14 @@ def test_none_passes_every_spec(field):
     SamplingReqConfig(**{field: None}).validate(BARE)
 
 
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(SamplingReqConfig)])
+def test_none_becomes_the_default_it_stands_for(field):
+    given = SamplingReqConfig(temperature=0.0, top_k=3, top_p_first=True, _seed=9)
+    wanted = dataclasses.replace(given, **{field: getattr(SamplingReqConfig(), field)})
+    assert dataclasses.replace(given, **{field: None}).without_none() == wanted
+    assert given.without_none() is given
+
+
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [("repetition_penalty", 0, "must be > 0"), ("min_tokens", -1, ">= 0"), ("top_p_min_keep", 0, ">= 1")],

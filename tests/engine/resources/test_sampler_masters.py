@@ -35,24 +35,36 @@ def masters():
     ],
 )
 def test_padding_and_dropped_rows_address_the_trash_row(masters, slot, kept, expected):
-    index = masters.index_row(masters.addressed(ROWS, IDS, kept), None if slot is None else lease(slot))
-    assert index.tolist() == [*expected, TRASH, TRASH]
+    addressed, index = masters.target(ROWS, IDS, kept, None if slot is None else lease(slot))
+    assert addressed.tolist() == index.tolist() == [*expected, TRASH, TRASH]
     assert ROWS.tolist() == [4, 0, 2, 9, 9], "the engine's array is left alone"
 
 
 def test_a_slots_index_row_keeps_its_address_and_other_slots_have_their_own(masters):
-    first, second = (masters.index_row(masters.addressed(ROWS, IDS, None), lease(slot)) for slot in (0, 1))
-    again = masters.index_row(masters.addressed(ROWS[[1, 0, 2, 3, 4]], IDS, None), lease(0))
-    shorter = masters.index_row(masters.addressed(ROWS[:2], IDS[:2], None), lease(0))
+    first, second = (masters.target(ROWS, IDS, None, lease(slot))[1] for slot in (0, 1))
+    again = masters.target(ROWS[[1, 0, 2, 3, 4]], IDS, None, lease(0))[1]
+    shorter = masters.target(ROWS[:2], IDS[:2], None, lease(0))[1]
     assert first.data_ptr() == again.data_ptr() == shorter.data_ptr() != second.data_ptr()
     assert first[:2].tolist() == shorter.tolist() == [4, 0]
     assert second.tolist() == [4, 0, 2, TRASH, TRASH]
 
 
+@pytest.mark.parametrize("slot", [None, 0])
+def test_a_step_that_differs_in_anything_addresses_rows_of_its_own(masters, slot):
+    steps = [(ROWS, IDS, None), (ROWS, IDS, frozenset({12})), (ROWS, IDS[:2], None), (ROWS.copy() + 1, IDS, None)]
+    at = None if slot is None else lease(slot)
+    for first in steps:
+        for step in (first, *steps):
+            addressed, index = masters.target(*step, at)
+            assert masters.target(*step, at)[1] is index, "an unchanged batch is not sent again"
+            expected = [row if rid in (step[2] or IDS) else TRASH for row, rid in zip(step[0], step[1], strict=False)]
+            assert index.tolist() == addressed.tolist() == expected + [TRASH] * (ROWS.size - len(expected))
+
+
 def test_the_masters_never_move(masters):
     addresses = masters.offset.data_ptr(), masters.last_token.data_ptr()
     masters.restart([0, 5])
-    index = masters.index_row(masters.addressed(ROWS, IDS, None), lease(0))
+    _, index = masters.target(ROWS, IDS, None, lease(0))
     masters.scatter(index, torch.arange(5), torch.arange(5) + 10)
     masters.reserve(64)
     assert (masters.offset.data_ptr(), masters.last_token.data_ptr()) == addresses
@@ -60,7 +72,7 @@ def test_the_masters_never_move(masters):
 
 
 def test_scatter_reaches_the_kept_rows_alone(masters):
-    index = masters.index_row(masters.addressed(ROWS, IDS, frozenset({11, 13})), lease(0))
+    _, index = masters.target(ROWS, IDS, frozenset({11, 13}), lease(0))
     masters.scatter(index, torch.arange(5) + 1, torch.arange(5) + 10)
     assert masters.offset[:TRASH].tolist() == [0, 0, 3, 0, 1, 0]
     assert masters.last_token[:TRASH].tolist() == [0, 0, 12, 0, 10, 0]

@@ -18,7 +18,7 @@ from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.static import StepBuffer
 from mstar.engine.resources.step import MAIN_LABEL, BucketKey, LabelRows, ResourceStep, StepContext
 from mstar.kernels.attention import GATHER_BYTES, gathered_elements
-from mstar.kernels.cpu.paged_decode import paged_decode_kernel
+from mstar.kernels.cpu.paged_decode import PagedDecode, PagedDecodeKernel, paged_decode_kernel
 
 
 class AttentionManager(Resource):
@@ -34,13 +34,14 @@ class AttentionManager(Resource):
         self.config = config
         self._info = info
         self._layers = kv.cache.unbind(0)
-        kernel = None
+        self._kernel: PagedDecodeKernel | None = None
         if info.device.type == "cpu" and info.dtype == kv.cache.dtype == torch.float32:
             heads = (kv.config.num_qo_heads, kv.config.num_kv_heads, kv.config.head_dim)
-            kernel = paged_decode_kernel(*heads, kv.config.page_size)
+            self._kernel = paged_decode_kernel(*heads, kv.config.page_size)
         token_bytes = 2 * kv.config.num_kv_heads * kv.config.head_dim * kv.cache.element_size()
-        self._shape = AttentionShape(kv.config.page_size, GATHER_BYTES // token_bytes, info.device, info.dtype, kernel)
+        self._shape = AttentionShape(kv.config.page_size, GATHER_BYTES // token_bytes, info.device, info.dtype)
         self._scratch = torch.empty(0, dtype=kv.cache.dtype, device=info.device)
+        self._kernels: dict[tuple[str, int], PagedDecode] = {}  # by label and slot, kept for what they keep
         self._plans: dict[str, LabelPlan] = {}
         self._last_rows: dict[str, torch.Tensor] = {}
         self._staged: tuple[dict[str, LabelPlan], dict[str, torch.Tensor]] | None = None
@@ -60,7 +61,9 @@ class AttentionManager(Resource):
         plans, last_rows = {}, {}
         for label, cache_plan in cache_plans.items():
             spans = _query_spans(cache_plan, own_rows.get(label))
-            plans[label] = plan = LabelPlan(cache_plan, spans, step.causal, self.config, self._shape)
+            plans[label] = plan = LabelPlan(
+                cache_plan, spans, step.causal, self.config, self._shape, self._kernel_of(label, ctx.slot)
+            )
             # A packed capture has the gather in its graph, also when every prompt is one token long.
             if ctx.is_packed or not plan.is_decode:
                 last_rows[label] = self._last_tokens(label, spans, ctx)
@@ -117,6 +120,15 @@ class AttentionManager(Resource):
         self._max_bs = max(self._max_bs, max_bs)
         for buffer in self._last_index.values():
             buffer.reserve(self._max_bs)
+
+    def _kernel_of(self, label: str, slot: int) -> PagedDecode | None:
+        """What plans and calls the kernel for steps on ``slot``; a step may be planned there while another's runs."""
+        if self._kernel is None:
+            return None
+        kernel = self._kernels.get((label, slot))
+        if kernel is None:
+            kernel = self._kernels[label, slot] = PagedDecode(self._kernel)
+        return kernel
 
     def _last_tokens(self, label: str, spans: np.ndarray, ctx: StepContext) -> torch.Tensor:
         buffer = self._last_index.get(label)

@@ -10,7 +10,7 @@ import torch
 from mstar.engine.resources.attention.config import AttentionConfig
 from mstar.engine.resources.kv.plan import KVPlan
 from mstar.kernels.attention import Group, attend, plan_groups, write_kv
-from mstar.kernels.cpu.paged_decode import PagedDecode, PagedDecodeKernel, first_seen
+from mstar.kernels.cpu.paged_decode import PagedDecode, first_seen
 
 # Tokens of a row up to which the paged kernel, a query at a time, takes 0.3 to 0.75 of the groups' time; from twice as
 # many it takes more, and four times as much at 4,096.
@@ -19,13 +19,12 @@ SHORT_ROW = 512
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What is the same in every step.  ``kernel`` is None where the device or the dtypes have none of their own."""
+    """What is the same in every step."""
 
     page_size: int
     max_gather: int  # tokens whose pages one gather may copy
     device: torch.device
     dtype: torch.dtype  # of queries
-    kernel: PagedDecodeKernel | None
 
 
 class LabelPlan:
@@ -38,10 +37,17 @@ class LabelPlan:
     Args:
         kv: the label's plan of the cache.
         spans: int64 [B], query tokens of each row of ``kv``.
+        kernel: planned anew here, so in no other plan's use; None where the device or the dtypes have none.
     """
 
     def __init__(
-        self, kv: KVPlan, spans: np.ndarray, causal: bool, config: AttentionConfig, shape: AttentionShape
+        self,
+        kv: KVPlan,
+        spans: np.ndarray,
+        causal: bool,
+        config: AttentionConfig,
+        shape: AttentionShape,
+        kernel: PagedDecode | None,
     ) -> None:
         self.kv, self.layer = kv, 0
         own_keys = spans is kv.spans or np.array_equal(spans, kv.spans)
@@ -53,18 +59,16 @@ class LabelPlan:
         self._kernel: PagedDecode | None = None
         starts, pages, window = kv.indptrs.paged_kv_indptr, kv.indptrs.paged_kv_indices, config.sliding_window
         lead_rows = self._lead = stored_by_kernel = 0
-        if shape.kernel is not None:
+        if kernel is not None:
             if own_keys:
                 lead_rows = spans.size if self.is_decode else int(np.argmin(spans == 1))
             if lead_rows < spans.size and (config.deterministic or _are_short(kv.kv_lens, spans)):
                 self._lead = self.num_tokens
-                self._kernel = PagedDecode.of_rows(
-                    shape.kernel, kv.kv_lens, spans, pages, starts[:-1], causal=causal, window=window
-                )
+                self._kernel = kernel.plan_rows(kv.kv_lens, spans, pages, starts[:-1], causal=causal, window=window)
             elif lead_rows:
                 self._lead = stored_by_kernel = lead_rows
                 ends = kv.kv_lens[:lead_rows]
-                self._kernel = PagedDecode(shape.kernel, ends, pages, starts[:lead_rows], first_seen(ends, window))
+                self._kernel = kernel.plan(ends, pages, starts, first_seen(ends, window))
         if self._lead < self.num_tokens:
             self.groups = plan_groups(
                 kv.kv_lens[lead_rows:],

@@ -115,6 +115,7 @@ class AdmissionGate:
         self._prompt = np.zeros(total_rows, np.int64)
         self._target = np.zeros(total_rows, np.int64)
         self._labels = np.ones(total_rows, np.int64)
+        self._claim = np.zeros(total_rows, np.int64)  # most pages that each is promised
         self._changes = 0
         self._seen = (-1, -1)
         self._room = 0
@@ -122,13 +123,19 @@ class AdmissionGate:
         self._head: tuple[tuple[int, int, int], Demand, int] | None = None
 
     def reserve(self, row: int, demand: Demand) -> None:
-        """The request on master row ``row`` is inside and is promised its demand."""
+        """The request on master row ``row``, which holds nothing yet, is inside and is promised its demand."""
+        claim, replaced = self._pages(demand), self._claim[row]
         self._prompt[row], self._target[row], self._labels[row] = demand.prompt, demand.target, demand.labels
+        self._claim[row] = claim
+        is_fresh = not replaced and self._seen == (self._changes, self._arena.version)
         self._changes += 1
+        if is_fresh and self.fit != "peak":  # what has become of the room is plain, and no refusal was wrong
+            self._room -= claim
+            self._seen = (self._changes, self._arena.version)
 
     def forget(self, rows: np.ndarray) -> None:
         """The requests on ``rows`` [n] have left."""
-        self._prompt[rows] = self._target[rows] = 0
+        self._prompt[rows] = self._target[rows] = self._claim[rows] = 0
         self._changes += 1
 
     @property
@@ -140,7 +147,7 @@ class AdmissionGate:
     def promised(self) -> int:
         """Pages that those inside are promised and do not hold yet."""
         _, held = self._state()
-        return int(np.maximum(self._claims(self._prompt, self._target, self._labels, held) - held, 0).sum())
+        return int(np.maximum(self._claim - held, 0).sum())
 
     @property
     def version(self) -> int:
@@ -236,8 +243,7 @@ class AdmissionGate:
         rows = np.flatnonzero(self._target)
         prompt, target, labels = self._prompt[rows], self._target[rows], self._labels[rows]
         start = np.maximum(stored[rows], prompt - 1)
-        claim = self._claims(prompt, target, labels, held[rows])
-        return Running(held[rows], claim, start, np.maximum(target - start, 0), labels)
+        return Running(held[rows], self._claim[rows], start, np.maximum(target - start, 0), labels)
 
     def _alone(self, need: Demand) -> Running:
         """A joining request by itself; nobody, if it reserves nothing."""
@@ -246,12 +252,8 @@ class AdmissionGate:
         arrays = [np.array([value] if need.target else [], np.int64) for value in values]
         return Running(*arrays)
 
-    def _claims(self, prompt: np.ndarray, target: np.ndarray, labels: np.ndarray, held: np.ndarray) -> np.ndarray:
-        """Most pages that each is promised: those of its target, or by fit "none" those of its prompt."""
-        tokens = np.where(target > 0, prompt, 0) if self.fit == "none" else target
-        return -(-tokens // self._page_size) * labels
-
     def _pages(self, need: Demand) -> int:
+        """Most pages that it is promised: those of its target, or by fit "none" those of its prompt."""
         tokens = min(need.prompt, need.target) if self.fit == "none" else need.target
         return self._pages_of(tokens, need)
 

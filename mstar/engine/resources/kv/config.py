@@ -217,5 +217,7 @@ class KVReqConfig(ResourceReqConfig):
     @property
     def all_labels(self) -> tuple[str, ...]:
         """Every label that some step reads, each once."""
+        if not self.needed_labels:
+            return (MAIN_LABEL,)
         named = (label for labels in self.needed_labels.values() for label in labels)
         return tuple(dict.fromkeys(named)) or (MAIN_LABEL,)

@@ -67,25 +67,41 @@ class PageArena:
 
     def share(self, pages: np.ndarray) -> None:
         """One more owner for each of ``pages`` [n], which must be owned.  A page named twice gets two."""
+        if not len(pages):
+            return
         with self._lock:
             distinct = self._distinct(pages)
             assert (self._owners[distinct] > 0).all(), "a free page is shared"
             assert (distinct != SINK_PAGE).all(), "the sink page is shared"
             self._add_owners(pages, distinct, 1)
 
-    def release(self, pages: np.ndarray) -> None:
-        """One owner less for each of ``pages`` [n]; a page named twice loses two.  Pages without owners are freed."""
+    def release(self, pages: np.ndarray, is_distinct: bool = False) -> None:
+        """One owner less for each of ``pages`` [n]; a page named twice loses two.  Pages without owners are freed.
+
+        ``is_distinct``: no page is named twice, which need not be looked for then.
+        """
+        if not len(pages):
+            return
         with self._lock:
-            distinct = self._distinct(pages)
-            assert (distinct != SINK_PAGE).all(), "the sink page is freed"
+            distinct = pages if is_distinct else self._distinct(pages)
             self._add_owners(pages, distinct, -1)
             left = self._owners[distinct]
-            assert (left >= 0).all(), "a page is freed twice"
+            assert self._owners[SINK_PAGE] == 1, "the sink page is freed"
+            assert left.min() >= 0, "a page is freed twice"
             freed = distinct[left == 0]
-            self._sealed[freed] = False
-            tail = self._head + self._count
-            self._free[(tail + np.arange(freed.size)) % self._free.size] = freed
-            self._count += freed.size
+            if freed.size:
+                self._sealed[freed] = False
+                self._put_behind(freed)
+
+    def adopt(self, pages: np.ndarray) -> None:
+        """:meth:`seal` and :meth:`share` of distinct pages that are owned and not sealed."""
+        with self._lock:
+            owners = self._owners[pages]
+            assert owners.min() > 0, "a free page is sealed"
+            assert not self._sealed[pages].any(), "a sealed page is sealed again"
+            self._owners[pages] = owners + 1
+            self._sealed[pages] = True
+            self._version += 1
 
     def seal(self, pages: np.ndarray) -> None:
         """``pages`` [n], which must be owned, are not written again.  The prefix index seals what it takes."""
@@ -127,8 +143,20 @@ class PageArena:
         assert self._num_idle == int((self._sealed & (self._owners == 1)).sum()), "idle pages are miscounted"
 
     def _ring(self, n: int) -> np.ndarray:
-        """The ``n`` longest free pages."""
-        return self._free[(self._head + np.arange(n)) % self._free.size]
+        """The ``n`` longest free pages, a copy."""
+        end = self._head + n
+        if end <= self._free.size:
+            return self._free[self._head : end].copy()
+        return np.concatenate((self._free[self._head :], self._free[: end - self._free.size]))
+
+    def _put_behind(self, pages: np.ndarray) -> None:
+        """Adds ``pages`` to the free ones, as the last to be handed out."""
+        size = self._free.size
+        tail = (self._head + self._count) % size
+        fitting = min(pages.size, size - tail)
+        self._free[tail : tail + fitting] = pages[:fitting]
+        self._free[: pages.size - fitting] = pages[fitting:]
+        self._count += pages.size
 
     def _distinct(self, pages: np.ndarray) -> np.ndarray:
         """``pages`` with each once, where it stands last."""
@@ -138,10 +166,10 @@ class PageArena:
 
     def _add_owners(self, pages: np.ndarray, distinct: np.ndarray, change: int) -> None:
         sealed = distinct[self._sealed[distinct]]
-        idle_before = int((self._owners[sealed] == 1).sum())
+        idle_before = np.count_nonzero(self._owners[sealed] == 1)
         if distinct.size == len(pages):
             self._owners[pages] += change
         else:
             np.add.at(self._owners, pages, change)
-        self._num_idle += int((self._owners[sealed] == 1).sum()) - idle_before
+        self._num_idle += np.count_nonzero(self._owners[sealed] == 1) - idle_before
         self._version += 1

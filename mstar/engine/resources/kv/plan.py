@@ -11,7 +11,7 @@ from mstar.engine.resources.kv.step_rows import PlannedRows
 from mstar.engine.resources.ragged import indptr, ragged_arange
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PagedIndptrs:
     """Which pages each of ``B`` rows reads, as FlashInfer takes it: int32 NumPy arrays on the host.
 
@@ -28,7 +28,7 @@ class PagedIndptrs:
     kv_lens: np.ndarray  # [B], new tokens included; iterating it gives NumPy scalars, which FlashInfer's plan wants
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KVPlan:
     """What attention and positions read of one plan label of a step.  ``B`` rows, padding included.
 
@@ -53,7 +53,7 @@ class KVPlan:
     num_real: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class HostPlan:
     """The part of a plan that is computed on the host; ``addresses`` int64 [tokens of the rows] are the keys'."""
 
@@ -76,7 +76,7 @@ def host_plan(rows: PlannedRows, stored_len: np.ndarray, table: np.ndarray, page
     kv_indptr = indptr(pages)
     width = table.shape[1]
     first = rows.streams * width
-    if int(pages.max(initial=0)) > width:  # a padding row of a capture wider than any stream: all of it is sink
+    if pages.size and pages.max() > width:  # a padding row of a capture wider than any stream: all of it is sink
         flat = np.repeat(first, pages) + np.minimum(ragged_arange(pages), width - 1)
     else:
         flat = np.repeat(first - kv_indptr[:-1], pages)

@@ -11,7 +11,7 @@ from mstar.engine.resources.kv.plan_cache import OFF, PlanCache
 from mstar.engine.resources.kv.step_rows import PlannedRows, StepRows
 from mstar.engine.resources.kv.streams import Streams
 from mstar.engine.resources.static import StepBuffer
-from mstar.engine.resources.step import StepContext
+from mstar.engine.resources.step import SlotLease, StepContext
 
 
 class Planner:
@@ -31,6 +31,7 @@ class Planner:
     ) -> None:
         self._streams = streams
         self._page_size = page_size
+        self._to_value = np.array([page_size])  # from a key's address; an array adds faster than a number
         self._device = device
         self._num_slots = num_slots
         self._cache = cache
@@ -57,29 +58,16 @@ class Planner:
         lease = ctx.slot_lease
         if self._cache.mode == OFF or lease is None or ctx.capture or not rows.is_decode:
             return self._from_streams(rows)
-        return self._cache.plan(
-            layout=(lease.bucket.graph_walk, lease.bucket.cg_key_info),
-            rows=rows.planned,
-            streams=rows.streams,
-            generations=self._streams.generation[rows.streams],
-            table=self._streams.page_table,
-            owner=ctx,
-            full=lambda: self._from_streams(rows),
-        )
+        layout = (lease.bucket.graph_walk, lease.bucket.cg_key_info)
+        return self._cache.plan(layout, rows, self._streams, ctx, self._from_streams)
 
     def _from_streams(self, rows: StepRows) -> list[HostPlan]:
         stored, table = self._streams.stored_len, self._streams.page_table
         return [host_plan(part, stored, table, self._page_size) for part in rows.planned]
 
     def _finished(self, part: PlannedRows, plan: HostPlan, ctx: StepContext, num_plans: int) -> KVPlan:
-        tokens = part.num_tokens
-        num_tokens = ctx.padded_tokens(part.spans, num_plans) if ctx.pads_tokens else tokens
-        index = np.empty(2 * num_tokens, np.int64)  # keys, then values: one copy to the device
-        index[:tokens] = plan.addresses
-        if tokens < num_tokens:
-            index[tokens:num_tokens] = 0  # the sink page's first element
-        np.add(index[:num_tokens], self._page_size, out=index[num_tokens:])
-        on_device = self._buffer(part.label).put(index, ctx.slot_lease)
+        num_tokens = ctx.padded_tokens(part.spans, num_plans) if ctx.pads_tokens else part.num_tokens
+        key_index, value_index = self._on_device(part.label, plan.addresses, num_tokens, ctx.slot_lease)
         return KVPlan(
             label=part.label,
             rows=part.rows,
@@ -88,12 +76,35 @@ class Planner:
             spans=part.spans,
             kv_lens=plan.kv_lens,
             indptrs=plan.indptrs if self._ring is None else self._pinned(plan.indptrs, self._ring),
-            key_index=on_device[:num_tokens],
-            value_index=on_device[num_tokens:],
+            key_index=key_index,
+            value_index=value_index,
             is_decode=part.is_decode,
             num_tokens=num_tokens,
             num_real=part.num_real,
         )
+
+    def _on_device(
+        self, label: str, addresses: np.ndarray, num_tokens: int, lease: SlotLease | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where keys and values go, each int64 [num_tokens], by one copy to the device."""
+        if lease is None:
+            index = np.empty(2 * num_tokens, np.int64)
+            self._write(index[:num_tokens], index[num_tokens:], addresses)
+            on_device = self._buffer(label).put(index, None)
+            return on_device[:num_tokens], on_device[num_tokens:]
+        view = self._buffer(label).static(2 * num_tokens, lease)
+        self._write(*view.host_halves, addresses)
+        view.sent()
+        return view.halves
+
+    def _write(self, keys: np.ndarray, values: np.ndarray, addresses: np.ndarray) -> None:
+        tokens = addresses.size
+        if tokens == keys.size:
+            keys[...] = addresses
+        else:
+            keys[:tokens] = addresses
+            keys[tokens:] = 0  # the sink page's first element
+        np.add(keys, self._to_value, out=values)
 
     def _pinned(self, arrays: PagedIndptrs, ring: PinnedRing) -> PagedIndptrs:
         # Four arrays of each label are on their way per slot, and those of one more label while it is planned.

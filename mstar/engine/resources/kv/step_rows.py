@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mstar.engine.resources.kv.streams import Streams
 from mstar.engine.resources.ragged import indptr
 from mstar.engine.resources.step import LabelRows
+
+_MOST_KEPT = 32  # declarations of unchanged batches: a few walks, each on two slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +23,8 @@ class PlannedRows:
     streams: np.ndarray  # int64 [B]
     spans: np.ndarray  # int64 [B], new tokens
     is_real: np.ndarray  # int64 [B], 1 where the row belongs to a request, 0 where it is padding
+    is_real32: np.ndarray  # the same, int32
+    has_padding: bool
     num_real: int
     qo_indptr: np.ndarray  # int32 [B + 1]
     num_tokens: int
@@ -32,10 +36,12 @@ class StepRows:
     """All segments of a step: by plan label, and those of real rows, label by label, as arrays int64 [n]."""
 
     planned: tuple[PlannedRows, ...]
+    layout: tuple[tuple[str, bytes], ...]  # each plan label, and which of its rows are real
     rows: np.ndarray
     streams: np.ndarray
     spans: np.ndarray
     growing: np.ndarray  # the streams whose span is not 0
+    block: slice | None  # ``streams`` where each has one new token and together, in some order, they are this range
     main: np.ndarray  # those of them that are of label "main"
     is_decode: bool  # every row of every label, padding included, has exactly one new token
     real_of_label: tuple[tuple[LabelRows, np.ndarray], ...]  # with the positions of its real rows
@@ -47,6 +53,32 @@ class StepRows:
                 return label_rows.request_ids[int(real[index])], label_rows.label
             index -= real.size
         raise IndexError(index)
+
+
+class KeptRows:
+    """The resolved segments of recent steps: an unchanged batch is resolved once for each slot and walk.
+
+    Equal batches, such as one on two slots, have one array of streams, so that it may be compared by identity.
+    """
+
+    def __init__(self, streams: Streams, capacity: int) -> None:
+        self._streams = streams
+        self._capacity = capacity
+        self._kept: dict[int, tuple[Mapping[str, LabelRows], Mapping[tuple[str, ...], str], StepRows]] = {}
+        self._arrays: dict[bytes, np.ndarray] = {}
+
+    def of(self, labels: Mapping[str, LabelRows], combined: Mapping[tuple[str, ...], str]) -> StepRows:
+        """:func:`step_rows`, remembered by the identity of ``labels``."""
+        kept = self._kept.get(id(labels))
+        if kept is not None and (kept[1] is combined or kept[1] == combined):
+            return kept[2]
+        if len(self._kept) >= _MOST_KEPT:
+            self._kept.clear()
+            self._arrays.clear()
+        rows = step_rows(labels, combined, self._streams, self._capacity)
+        rows = replace(rows, streams=self._arrays.setdefault(rows.streams.tobytes(), rows.streams))
+        self._kept[id(labels)] = (labels, combined, rows)  # the reference keeps the id from being another's
+        return rows
 
 
 def step_rows(
@@ -68,14 +100,17 @@ def step_rows(
     spans = joined([_taken(rows.spans, real) for rows, real in real_of_label])
     growing = real_streams if spans.all() else real_streams[spans > 0]
     is_main = growing < streams.total_rows
+    is_decode = all(part.is_decode for part in planned)
     return StepRows(
         planned=planned,
+        layout=tuple((part.label, part.is_real.tobytes()) for part in planned),
         rows=real_rows,
         streams=real_streams,
         spans=spans,
         growing=growing,
+        block=_block(real_streams) if is_decode else None,
         main=growing if is_main.all() else growing[is_main],
-        is_decode=all(part.is_decode for part in planned),
+        is_decode=is_decode,
         real_of_label=real_of_label,
     )
 
@@ -107,12 +142,15 @@ def _planned(label: str, group: tuple[LabelRows, ...], streams: list[np.ndarray]
     rows = joined([part.rows for part in group])
     spans = joined([part.spans for part in group])
     qo_indptr = indptr(spans)
+    is_real = rows < capacity
     return PlannedRows(
         label=label,
         rows=rows,
         streams=joined(streams),
         spans=spans,
-        is_real=(rows < capacity).astype(np.int64),
+        is_real=is_real.astype(np.int64),
+        is_real32=is_real.astype(np.int32),
+        has_padding=not is_real.all(),
         num_real=sum(part.num_real for part in group),
         qo_indptr=qo_indptr.astype(np.int32),
         num_tokens=int(qo_indptr[-1]),
@@ -122,3 +160,13 @@ def _planned(label: str, group: tuple[LabelRows, ...], streams: list[np.ndarray]
 
 def _taken(array: np.ndarray, index: np.ndarray) -> np.ndarray:
     return array if index.size == array.size else array[index]
+
+
+def _block(streams: np.ndarray) -> slice | None:
+    """The range that distinct ``streams`` [n] are, in some order; a range is updated in a fifth of the time."""
+    if not streams.size:
+        return None
+    first, end = int(streams.min()), int(streams.max()) + 1
+    if end - first != streams.size or (np.sort(streams) != np.arange(first, end)).any():
+        return None
+    return slice(first, end)

@@ -15,6 +15,8 @@ class Streams:
     ``stored_len`` int64 tokens stored; ``num_pages`` int64 pages held; ``page_table`` int32 [streams, pages of the
     longest stream], the sink page where none is held; ``generation`` int64, which moves whenever what a plan of the
     stream says would change other than by a reservation of more pages.  Arrays grow by ``total_rows`` per new label.
+
+    ``epoch`` moves when any generation does, ``page_epoch`` with reservations: while they stand, so does everything.
     """
 
     def __init__(self, arena: PageArena, page_size: int, max_pages: int, total_rows: int) -> None:
@@ -22,6 +24,8 @@ class Streams:
         self._arena = arena
         self._page_size = page_size
         self._label_index = {MAIN_LABEL: 0}
+        self.epoch = 0
+        self.page_epoch = 0
         self.stored_len = np.zeros(total_rows, np.int64)
         self.num_pages = np.zeros(total_rows, np.int64)
         self.generation = np.zeros(total_rows, np.int64)
@@ -69,12 +73,31 @@ class Streams:
     def append(self, streams: np.ndarray, counts: np.ndarray, pages: np.ndarray) -> None:
         """Gives stream ``streams[i]`` its next ``counts[i]`` of ``pages``, in order."""
         if pages.size == streams.size and (counts == 1).all():
-            self.page_table[streams, self.num_pages[streams]] = pages
-            self.num_pages[streams] += 1
+            self.append_one(streams, pages)
             return
+        self.page_epoch += 1
         columns = np.repeat(self.num_pages[streams], counts) + ragged_arange(counts)
         self.page_table[np.repeat(streams, counts), columns] = pages
         self.num_pages[streams] += counts
+
+    def append_one(self, streams: np.ndarray, pages: np.ndarray) -> None:
+        """Gives each of ``streams`` its next page."""
+        held = self.num_pages[streams]
+        self.page_table[streams, held] = pages
+        self.num_pages[streams] = held + 1
+        self.page_epoch += 1
+
+    def advance(self, streams: np.ndarray, spans: np.ndarray, growing: np.ndarray) -> None:
+        """``streams`` [n] store ``spans`` [n] more tokens; ``growing`` are those of them whose span is not 0."""
+        self.stored_len[streams] += spans
+        self.generation[growing] += 1
+        self.epoch += 1
+
+    def advance_block(self, block: slice, ones: np.ndarray) -> None:
+        """Each stream of ``block`` stores one more token.  ``ones``: as many, which adds faster than a number does."""
+        self.stored_len[block] += ones
+        self.generation[block] += ones
+        self.epoch += 1
 
     def take_out(self, stream: int) -> np.ndarray:
         """Empties a stream and hands out the pages it held, int32, still owned."""
@@ -88,7 +111,19 @@ class Streams:
         self.page_table[stream, : pages.size] = pages
         self.num_pages[stream] = pages.size
         self.stored_len[stream] = stored_len
-        self.generation[stream] += 1
+        self._changed(stream)
+
+    def release_row(self, row: int) -> None:
+        """:meth:`release` of all streams of one master row."""
+        for stream in range(row, self.num_pages.size, self.total_rows):
+            held = self.num_pages[stream]
+            if held:
+                table = self.page_table[stream]
+                self._arena.release(table[:held], is_distinct=True)
+                table[:held] = SINK_PAGE
+                self.num_pages[stream] = 0
+            self.stored_len[stream] = 0
+            self._changed(stream)
 
     def release(self, streams: np.ndarray) -> None:
         """Empties ``streams`` and releases their pages."""
@@ -97,12 +132,12 @@ class Streams:
             self.page_table[streams] = SINK_PAGE
             self.num_pages[streams] = 0
         self.stored_len[streams] = 0
-        self.generation[streams] += 1
+        self._changed(streams)
 
     def rewind(self, streams: np.ndarray) -> None:
         """Streams back to length 0; they keep their pages."""
         self.stored_len[streams] = 0
-        self.generation[streams] += 1
+        self._changed(streams)
 
     def release_behind(self, stream: int, first: int, count: int) -> None:
         """Releases the ``count`` whole pages that follow a stream's first ``first``; what is behind them moves up."""
@@ -113,7 +148,11 @@ class Streams:
         row[held - count : held] = SINK_PAGE
         self.num_pages[stream] -= count
         self.stored_len[stream] -= count * self._page_size
-        self.generation[stream] += 1
+        self._changed(stream)
+
+    def _changed(self, streams: np.ndarray | int) -> None:
+        self.generation[streams] += 1
+        self.epoch += 1
 
     def _add_label(self, label: str) -> int:
         index = self._label_index[label] = len(self._label_index)

@@ -19,18 +19,22 @@ from mstar.engine.resources.positions.overrides import advance_of, check_advance
 from mstar.engine.resources.positions.rotary import LabelBuffers, Positions, Rotary
 from mstar.engine.resources.ragged import ragged_arange
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
-from mstar.engine.resources.step import MAIN_LABEL, BucketKey, LabelRows, ResourceStep, StepContext
+from mstar.engine.resources.step import MAIN_LABEL, BucketKey, LabelRows, ResourceStep, SlotLease, StepContext
 from mstar.kernels import rope
 from mstar.utils import knobs
 
 
 @dataclass
 class _Plan:
-    """One plan: what it wrote by label, the streams and counters it read, and the counters its forks overwrote."""
+    """One plan: what it wrote by label, and the counters its forks overwrote.
+
+    ``starts``, of a plan made ahead: the streams and counters it read.  ``in_graph``: the forward builds tables.
+    """
 
     planned: dict[str, Positions] = field(default_factory=dict)
     starts: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     overwritten: list[tuple[int, int]] = field(default_factory=list)
+    in_graph: bool = False
 
 
 class PositionManager(Resource):
@@ -55,6 +59,7 @@ class PositionManager(Resource):
         # A cached prefix says nothing of how many blocks it was, nor of the length that dynamic scaling had seen.
         self.prefix_skip_safe = self._is_sequential and not self._rotary.is_dynamic
         self._in_graph = knobs.ingraph_decode_rope()
+        self._ids_are_counters = self._rotary.axes == 1 and not self._rotary.is_dynamic  # of decode rows
         self._row_of: dict[int, int] = {}
         self._buffers: dict[str, LabelBuffers] = {}
         self._reserved_tokens = 0
@@ -78,15 +83,15 @@ class PositionManager(Resource):
         self._row_of.pop(request_id, None)
 
     def apply_cached_prefix(self, request_id: int, row: int, matched_len: int) -> None:
-        self._reset(row)
         if self._is_sequential:
-            self.next_position[row] = matched_len  # stream of "main"
+            self.next_position[row] = matched_len  # stream of "main"; ingest has set the others to 0
 
     def reset_rows(self, request_ids: Sequence[int], rows: Sequence[int], free: bool = False) -> None:
         self._reset(np.asarray(rows, np.int64))
 
     def _reset(self, rows: np.ndarray | int) -> None:
-        self.next_position.reshape(-1, self._info.total_rows)[:, rows] = 0
+        for start in range(0, self.next_position.size, self._info.total_rows):
+            self.next_position[start : start + self._info.total_rows][rows] = 0
 
     # Steps.
 
@@ -99,18 +104,27 @@ class PositionManager(Resource):
         """
         assert isinstance(step, PositionStep)
         plans: Mapping[str, KVPlan] = ctx.plan_results[self.config.kv_cache]
-        explicit = explicit_ids(step, plans, self._rotary.axes)
-        check_advance(step, ctx)
+        explicit = explicit_ids(step, plans, self._rotary.axes) if step.pos_ids is not None else {}
+        if step.advance is not None:
+            check_advance(step, ctx)
         staged = _Plan()
         if ctx.is_preplan:
             self._staged = staged
         else:
             self._overwritten = staged.overwritten
-        staged.overwritten.extend(self._fork(fork) for fork in step.pre_forks)
+        for fork in step.pre_forks:
+            staged.overwritten.append(self._fork(fork))
+        self._take_in_labels()
         for label, kv_plan in plans.items():
-            at = self._counters_of(kv_plan.streams)
-            staged.starts.append((kv_plan.streams, at))
-            staged.planned[label] = self._plan_label(label, kv_plan, at, explicit.get(label), ctx)
+            if ctx.is_preplan:
+                staged.starts.append((kv_plan.streams, self.next_position[kv_plan.streams]))
+            planned = self._write(label, kv_plan, explicit.get(label), ctx.slot_lease)
+            # A packed bucket replays one graph for rows of any length, so all of its steps must stage alike.
+            if self._in_graph and kv_plan.is_decode and ctx.slot_lease is not None and not ctx.is_packed:
+                staged.in_graph = True
+            else:
+                self._buffers[label].build_tables(planned, ctx.slot_lease)
+            staged.planned[label] = planned
         if not ctx.is_preplan:
             self._take(staged, ctx)
         return staged.planned
@@ -151,7 +165,8 @@ class PositionManager(Resource):
         self._overwritten = []
         for rows in ctx.labels(step).values():
             real = rows.num_real
-            self.next_position[self._streams(rows)[:real]] += self._moves(step, rows)[:real]
+            streams, moves = self._streams(rows)[:real], self._moves(step, rows)[:real]
+            self.next_position[streams] += moves
         for fork in step.post_forks:
             self._fork(fork)
 
@@ -164,25 +179,22 @@ class PositionManager(Resource):
         for buffers in self._buffers.values():
             buffers.reserve(self._reserved_tokens)
 
-    def _plan_label(
-        self, label: str, kv_plan: KVPlan, starts: np.ndarray, explicit: torch.Tensor | None, ctx: StepContext
-    ) -> Positions:
+    def _write(self, label: str, kv_plan: KVPlan, explicit: torch.Tensor | None, lease: SlotLease | None) -> Positions:
+        """Writes the positions of a label's tokens, without their tables."""
         buffers = self._buffers.get(label)
         if buffers is None:
             buffers = self._buffers[label] = LabelBuffers(self._rotary, self.config.rope_theta, self._info)
             buffers.reserve(self._reserved_tokens)
+        streams, tokens = kv_plan.streams, kv_plan.num_tokens
+        if explicit is None and kv_plan.is_decode and self._ids_are_counters and tokens == streams.size:
+            return buffers.put_counters(self.next_position, streams, lease)
         ids: np.ndarray | torch.Tensor
         if explicit is None:
-            ids = self._ids(kv_plan, starts)
+            ids = self._ids(kv_plan, self.next_position[streams])
         else:
             ids = explicit.cpu().numpy() if self._rotary.is_dynamic else explicit
         bases = self._rotary.bases(ids, kv_plan.spans) if isinstance(ids, np.ndarray) else None
-        planned = buffers.put(ids, bases, kv_plan.num_tokens, ctx.slot_lease)
-        # A packed bucket replays one graph for rows of any length, so all of its steps must stage alike.
-        in_graph = self._in_graph and ctx.slot_lease is not None and not ctx.is_packed and kv_plan.is_decode
-        if not in_graph:
-            buffers.build_tables(planned, ctx.slot_lease)
-        return planned
+        return buffers.put(ids, bases, tokens, lease)
 
     def _ids(self, kv_plan: KVPlan, starts: np.ndarray) -> np.ndarray:
         """Positions that follow the counters: int64, flat in token order."""
@@ -197,14 +209,12 @@ class PositionManager(Resource):
         """Makes this the step that the forward runs."""
         self._planned, self._overwritten = staged.planned, staged.overwritten
         if not ctx.capture:
-            in_graph = any(label.tables is None for label in staged.planned.values())
-            self.counters["ingraph_table_steps" if in_graph else "staged_table_steps"] += 1
+            self.counters["ingraph_table_steps" if staged.in_graph else "staged_table_steps"] += 1
 
     def _moves(self, step: PositionStep, rows: LabelRows) -> np.ndarray:
         """How far each row's counter moves, int64 [n]."""
-        moved = advance_of(step, rows.label)
-        if moved is not None:
-            return moved
+        if step.advance is not None:
+            return advance_of(step.advance, step.segments, rows.label)
         return rows.spans if self._is_sequential else (rows.spans > 0) * self.config.block_step
 
     # Counters.
@@ -212,17 +222,14 @@ class PositionManager(Resource):
     def _streams(self, rows: LabelRows) -> np.ndarray:
         streams = self._kv.streams(rows)
         if rows.label != MAIN_LABEL:
-            self._counters_of(streams)  # a label without a plan of its own may be new
+            self._take_in_labels()  # a label without a plan of its own may be new
         return streams
 
-    def _counters_of(self, streams: np.ndarray) -> np.ndarray:
-        """The counters of ``streams`` [n]; those of a label that the cache has just taken in start at 0."""
-        last = int(streams.max(initial=0))
-        if last >= self.next_position.size:
-            grown = np.zeros((last // self._info.total_rows + 1) * self._info.total_rows, np.int64)
-            grown[: self.next_position.size] = self.next_position
-            self.next_position = grown
-        return self.next_position[streams]
+    def _take_in_labels(self) -> None:
+        """As many counters as the cache has streams; those of a new label start at 0."""
+        missing = self._kv.stored_len.size - self.next_position.size
+        if missing > 0:
+            self.next_position = np.concatenate([self.next_position, np.zeros(missing, np.int64)])
 
     def _fork(self, fork: Fork) -> tuple[int, int]:
         """Copies a counter; returns the target's stream and what it held."""

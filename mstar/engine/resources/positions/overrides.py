@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from mstar.engine.resources.kv.plan import KVPlan
 from mstar.engine.resources.positions.config import PositionStep
-from mstar.engine.resources.step import StepContext
+from mstar.engine.resources.step import Segment, StepContext
 
 
 def explicit_ids(step: PositionStep, plans: Mapping[str, KVPlan], axes: int) -> dict[str, torch.Tensor]:
@@ -48,11 +48,9 @@ def check_advance(step: PositionStep, ctx: StepContext) -> None:
         raise ValueError(f"advance must have one number for each of {segments} segments, got {len(step.advance)}")
 
 
-def advance_of(step: PositionStep, label: str) -> np.ndarray | None:
-    """How far the rows of ``label`` move, int64 [n] in their order; None where their spans say so."""
-    if step.advance is None:
-        return None
-    if step.segments is None:
-        return np.array(step.advance, np.int64)
-    own = [moved for moved, segment in zip(step.advance, step.segments, strict=True) if segment.label == label]
+def advance_of(advance: Sequence[int], segments: Sequence[Segment] | None, label: str) -> np.ndarray:
+    """How far the rows of ``label`` move, int64 [n] in their order: ``advance`` has one number per segment."""
+    if segments is None:
+        return np.array(advance, np.int64)
+    own = [moved for moved, segment in zip(advance, segments, strict=True) if segment.label == label]
     return np.array(own, np.int64)

@@ -114,6 +114,14 @@ class LabelBuffers:
         device_bases = None if bases is None else self._bases.put_head(bases, tokens, lease)
         return Positions(device_ids if axes == 1 else device_ids.view(tokens, axes), device_bases)
 
+    def put_counters(self, counters: np.ndarray, streams: np.ndarray, lease: SlotLease | None) -> Positions:
+        """``counters[streams]``, one position for each token and row; ``counters`` int64, ``streams`` int64 [n]."""
+        if lease is None:
+            return Positions(self._ids.put(counters[streams], None), None)
+        ids = self._ids.static(streams.size, lease)
+        counters.take(streams, out=ids.host, mode="clip")  # no stream is out of range; the other modes buffer
+        return Positions(ids.sent(), None)
+
     def build_tables(self, positions: Positions, lease: SlotLease | None) -> None:
         """Stages the tables: in the slot's buffers under a lease."""
         out = None

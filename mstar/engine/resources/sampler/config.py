@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from mstar.engine.resources.base import Resource
+
+_SMALLEST, _LARGEST = math.nextafter(0.0, 1.0), sys.float_info.max  # what is above 0, and finite
 
 
 def derive_seed(seed: int, stream: str) -> int:
@@ -84,15 +87,22 @@ class SamplingReqConfig(ResourceReqConfig):
         """Takes the request's seed; with ``resource_key`` each sampler of a request gets a stream of its own."""
         self._seed = seed if resource_key is None else derive_seed(seed, resource_key)
 
+    def without_none(self) -> SamplingReqConfig:
+        """The config with every None made the default it stands for; itself where there is none."""
+        fields = vars(self)
+        if None not in fields.values():
+            return self
+        return SamplingReqConfig(**{name: value for name, value in fields.items() if value is not None})
+
     def validate(self, spec: SamplerSpec | None = None) -> None:
         """Raise ValueError on a value outside the contract, or one spec's node cannot honour.
 
         None means the sampler's default.
         """
-        _check_real("temperature", self.temperature, "must be a finite number >= 0", lambda x: x >= 0)
-        _check_real("top_p", self.top_p, "must be a finite number in (0, 1]", lambda x: 0 < x <= 1)
-        _check_real("min_p", self.min_p, "must be a finite number in [0, 1]", lambda x: 0 <= x <= 1)
-        _check_real("repetition_penalty", self.repetition_penalty, "must be > 0 and finite", lambda x: x > 0)
+        _check_real("temperature", self.temperature, "must be a finite number >= 0", 0, _LARGEST)
+        _check_real("top_p", self.top_p, "must be a finite number in (0, 1]", _SMALLEST, 1)
+        _check_real("min_p", self.min_p, "must be a finite number in [0, 1]", 0, 1)
+        _check_real("repetition_penalty", self.repetition_penalty, "must be > 0 and finite", _SMALLEST, _LARGEST)
         _check_int("top_k", self.top_k, 0)
         _check_int("repetition_window", self.repetition_window, 0)
         _check_int("min_tokens", self.min_tokens, 0)
@@ -152,18 +162,12 @@ def narrow_to_final(step: SamplerStep, request_ids: Sequence[int], inputs: Seque
     return replace(step, kept_rids=kept if step.kept_rids is None else kept & step.kept_rids)
 
 
-def _check_real(name: str, value: Any, allowed: str, is_allowed: Any) -> None:
+def _check_real(name: str, value: Any, allowed: str, low: float, high: float) -> None:
+    """Refuses what is no number, or does not lie in ``low .. high``; a NaN lies nowhere."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or not is_allowed(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise _refusal(name, allowed, value)
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond the range of a double
-        return False
 
 
 def _check_int(name: str, value: Any, low: int) -> None:

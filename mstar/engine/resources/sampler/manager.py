@@ -73,6 +73,7 @@ class SamplerManager(Resource):
         self._masters = DrawMasters(num_rows, info.device, info.num_slots)
         self._settings = StaticSettings(info.total_rows, info.device, info.num_slots, self.counters)
         self._offsets, self._tokens = (StepBuffer(torch.int64, info.device, info.num_slots) for _ in range(2))
+        self._host_tokens = self._masters.last_token.numpy() if info.device.type == "cpu" else None
         self._draws = np.zeros(num_rows + 1, np.int64)  # what the master of offsets holds behind the last commit
         self._draws_per_replay: dict[BucketKey, int] = {}
         self._row_of: dict[int, int] = {}
@@ -101,8 +102,7 @@ class SamplerManager(Resource):
             config = SamplingReqConfig()
         assert isinstance(config, SamplingReqConfig)
         config.validate(self._built)
-        given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        self._settings.write(row, SamplingReqConfig(**{k: v for k, v in given.items() if v is not None}))
+        self._settings.write(row, config.without_none())
         if self._row_of.get(request_id) != row:
             self._row_of[request_id] = row
             self._new_rows.append(row)
@@ -126,8 +126,7 @@ class SamplerManager(Resource):
             self._new_rows.clear()
         lease = ctx.slot_lease
         settings = self._settings.gather(ctx.rows, lease)
-        addressed = self._masters.addressed(ctx.rows, ctx.request_ids, step.kept_rids)
-        index = self._masters.index_row(addressed, lease)
+        addressed, index = self._masters.target(ctx.rows, ctx.request_ids, step.kept_rids, lease)
         offset = tokens = None
         if not self._is_in_graph(ctx):
             offset = self._gathered(self._masters.offset, self._offsets, index, lease)
@@ -155,7 +154,7 @@ class SamplerManager(Resource):
         if not planned.is_capture:
             self.counters["loopback_steps"] += 1
         if planned.tokens is None:
-            planned.tokens = self._gathered(self._masters.last_token, self._tokens, planned.index, planned.lease)
+            planned.tokens = self._last_tokens(planned)
         return planned.tokens
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
@@ -218,6 +217,13 @@ class SamplerManager(Resource):
 
     def _is_in_graph(self, ctx: StepContext) -> bool:
         return self._scatters_in_graph and ctx.slot_lease is not None
+
+    def _last_tokens(self, planned: _PlannedStep) -> torch.Tensor:
+        if self._host_tokens is None or planned.lease is None:
+            return self._gathered(self._masters.last_token, self._tokens, planned.index, planned.lease)
+        view = self._tokens.static(planned.addressed.size, planned.lease)
+        self._host_tokens.take(planned.addressed, out=view.host, mode="clip")  # a quarter of torch's time
+        return view.device
 
     @staticmethod
     def _gathered(

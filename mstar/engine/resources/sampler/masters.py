@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from mstar.engine.resources.static import StepBuffer
 from mstar.engine.resources.step import SlotLease
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """What a slot's last step was about, and where it read and wrote."""
+
+    rows: np.ndarray
+    request_ids: Sequence[int]
+    kept: Collection[int] | None
+    addressed: np.ndarray
+    index: torch.Tensor
 
 
 class DrawMasters:
@@ -25,7 +37,7 @@ class DrawMasters:
         self.last_token = torch.zeros_like(self.offset)
         self._device = device
         self._index = StepBuffer(torch.int64, device, num_slots)
-        self._held: dict[int, tuple[bytes, torch.Tensor]] = {}  # slot -> what its index row holds
+        self._targets: dict[int, _Target] = {}  # by slot, -1 for eager steps
 
     @property
     def trash_row(self) -> int:
@@ -34,7 +46,7 @@ class DrawMasters:
     def reserve(self, max_bs: int) -> None:
         """Room for ``max_bs`` rows in every slot's index row; may move it, so only before any capture."""
         self._index.reserve(max_bs)
-        self._held.clear()
+        self._targets.clear()
 
     def restart(self, rows: Sequence[int]) -> None:
         """Rows of new requests back to no draw at all, in order behind what earlier steps still write to them."""
@@ -42,28 +54,32 @@ class DrawMasters:
         self.offset.index_fill_(0, index, 0)
         self.last_token.index_fill_(0, index, 0)
 
-    def addressed(self, rows: np.ndarray, request_ids: Sequence[int], kept: Collection[int] | None) -> np.ndarray:
-        """Where each padded row reads and writes, int64 [padded bs].
+    def target(
+        self, rows: np.ndarray, request_ids: Sequence[int], kept: Collection[int] | None, lease: SlotLease | None
+    ) -> tuple[np.ndarray, torch.Tensor]:
+        """Where each padded row reads and writes, int64 [padded bs]: on the host, and on the device.
+
+        The latter lies at the slot's own address under a lease, and is sent only where the same objects were not what
+        the slot's last step was about: nobody may change ``rows`` or ``kept`` in place.
 
         Args:
             rows: master rows int64 [padded bs], those of ``request_ids`` first.
             kept: request ids whose draw is kept; None keeps all.
         """
+        slot = -1 if lease is None else lease.slot
+        target = self._targets.get(slot)
+        if target is None or not (target.rows is rows and target.request_ids is request_ids and target.kept is kept):
+            addressed = self._addressed(rows, request_ids, kept)
+            target = _Target(rows, request_ids, kept, addressed, self._index.put(addressed, lease))
+            self._targets[slot] = target
+        return target.addressed, target.index
+
+    def _addressed(self, rows: np.ndarray, request_ids: Sequence[int], kept: Collection[int] | None) -> np.ndarray:
         index = rows.copy()
         index[len(request_ids) :] = self.trash_row
         if kept is not None:
             index[[i for i, request_id in enumerate(request_ids) if request_id not in kept]] = self.trash_row
         return index
-
-    def index_row(self, addressed: np.ndarray, lease: SlotLease | None) -> torch.Tensor:
-        """``addressed`` on the device; at the slot's own address under a lease, sent only when it has changed."""
-        if lease is None:
-            return self._index.put(addressed, None)
-        content = addressed.tobytes()
-        held = self._held.get(lease.slot)
-        if held is None or held[0] != content:
-            held = self._held[lease.slot] = (content, self._index.put(addressed, lease))
-        return held[1]
 
     def scatter(self, index: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor | None) -> None:
         """Stores ``offset`` and ``tokens`` [padded bs] at ``index``; without tokens only the former."""

@@ -22,6 +22,8 @@ SETTINGS: dict[str, tuple[Any, torch.dtype, Any]] = {
     "min_p": (np.float32, torch.float32, 0.0),
     "top_p_first": (np.bool_, torch.bool, False),
 }
+_MOST_TEMPERATURE = float(np.finfo(np.float32).max)
+_MOST_COUNT = 2**62
 _ROW_BYTES = sum(dtype.itemsize for _, dtype, _ in SETTINGS.values())
 
 
@@ -51,12 +53,16 @@ class SettingsBlock:
 
 @dataclass
 class _Staged:
-    """What a slot's block holds.  ``key``: the masters' version and the rows."""
+    """What a slot's block holds: the settings of ``rows`` at the masters' ``version``."""
 
-    key: tuple[int, bytes]
+    version: int
+    rows: np.ndarray
     block: SettingsBlock
     columns: dict[str, torch.Tensor]
     is_uploaded: bool = False
+
+    def holds(self, version: int, rows: np.ndarray) -> bool:
+        return self.version == version and (self.rows is rows or np.array_equal(self.rows, rows))
 
 
 class StaticSettings:
@@ -76,9 +82,18 @@ class StaticSettings:
         self._counters = counters
 
     def write(self, row: int, config: SamplingReqConfig) -> None:
-        """Takes a validated config without a None for master row ``row``; again and again in one step if need be."""
-        for name, master in self._masters.items():
-            master[row] = _within_range(name, getattr(config, name))
+        """Takes a validated config without a None for master row ``row``; again and again in one step if need be.
+
+        Numbers past a master's range are brought into it.
+        """
+        masters = self._masters
+        masters["top_k"][row] = min(config.top_k, _MOST_COUNT)
+        masters["top_p_min_keep"][row] = min(config.top_p_min_keep, _MOST_COUNT)
+        masters["seed"][row] = (config.seed + 2**63) % 2**64 - 2**63
+        masters["temperature"][row] = min(config.temperature, _MOST_TEMPERATURE)
+        masters["top_p"][row] = config.top_p
+        masters["min_p"][row] = config.min_p
+        masters["top_p_first"][row] = config.top_p_first
         self._version += 1
 
     def clear(self, row: int) -> None:
@@ -96,14 +111,13 @@ class StaticSettings:
     def stage(self, rows: np.ndarray, lease: SlotLease | None) -> _Staged:
         """Collects the settings of ``rows`` [n] on the host.  No device work: another step may be running."""
         slot = -1 if lease is None else lease.slot
-        key = (self._version, rows.tobytes())
         staged = self._staged.get(slot)
-        if staged is not None and staged.key == key:
+        if staged is not None and staged.holds(self._version, rows):
             self._counters["static_gather_hits"] += 1
             return staged
         block = SettingsBlock(rows.size, self._device) if lease is None else self._blocks[lease.slot]
         block.fill(self._masters, rows)
-        staged = self._staged[slot] = _Staged(key, block, block.columns(rows.size))
+        staged = self._staged[slot] = _Staged(self._version, rows, block, block.columns(rows.size))
         self._counters["static_gathers"] += 1
         return staged
 
@@ -123,12 +137,3 @@ def _columns(block: torch.Tensor, max_rows: int) -> dict[str, torch.Tensor]:
         columns[name] = block[start:stop].view(dtype)
         start = stop
     return columns
-
-
-def _within_range(name: str, value: Any) -> Any:
-    """A validated setting within its master's range."""
-    if name == "seed":
-        return (value + 2**63) % 2**64 - 2**63
-    if name == "temperature":
-        return min(value, np.finfo(np.float32).max)
-    return min(value, 2**62) if name in ("top_k", "top_p_min_keep") else value

@@ -82,8 +82,11 @@ class PrefixIndex:
 
         Takes nothing: :meth:`lease` the match before anything else may evict.
         """
-        root, keys = self.keys(ids, items, salt)
-        return PrefixMatch(self.find(ids, keys), keys, root)
+        return self.match_keys(ids, self.keys(ids, items, salt)[1], salt)
+
+    def match_keys(self, ids: np.ndarray, keys: list[bytes], salt: str = "") -> PrefixMatch:
+        """:meth:`match` of a prompt whose full pages have these ``keys``."""
+        return PrefixMatch(self.find(ids, keys), keys, chain_root(self._root, salt))
 
     def find(self, ids: np.ndarray, keys: Sequence[bytes]) -> np.ndarray:
         """Pages of the longest indexed beginning of prompt ``ids`` whose full pages have these ``keys``, int32 [m]."""
@@ -103,12 +106,14 @@ class PrefixIndex:
 
     def num_in_use(self, pages: np.ndarray) -> int:
         """How many of the matched ``pages`` have an owner besides the index: sharing those takes nothing away."""
-        return int((self._arena.owners(pages) > 1).sum())
+        return int((self._arena.owners(pages) > 1).sum()) if pages.size else 0
 
     def lease(self, match: PrefixMatch) -> None:
         """Keeps the match's pages from eviction until :meth:`release`, or until their new owner releases them."""
-        self._arena.share(match.pages)
-        self._used[match.pages] = self._tick()
+        now = self._tick()
+        if match.num_pages:
+            self._arena.share(match.pages)
+            self._used[match.pages] = now
         self.counters["hits" if match.num_pages else "misses"] += 1
         self.counters["hit_tokens"] += match.num_pages * self._page_size
 
@@ -118,8 +123,10 @@ class PrefixIndex:
 
     def trim(self, match: PrefixMatch, num_pages: int) -> PrefixMatch:
         """The first ``num_pages`` of a leased match; the lease of the others ends."""
+        if num_pages >= match.num_pages:
+            return match
         self._arena.release(match.pages[num_pages:])
-        self.counters["hit_tokens"] -= max(match.num_pages - num_pages, 0) * self._page_size
+        self.counters["hit_tokens"] -= (match.num_pages - num_pages) * self._page_size
         return PrefixMatch(match.pages[:num_pages], match.keys, match.root)
 
     def insert(self, parent_key: bytes | None, key: bytes, ids: np.ndarray, page: int) -> bool:
@@ -136,25 +143,41 @@ class PrefixIndex:
 
         Returns which were taken, bool [n].
         """
-        is_taken = np.zeros(len(entries), bool)
+        page_of, key_of = self._page_of, self._key_of
+        taken: list[int] = []
+        pages: list[int] = []
+        parents: list[int] = []
         for i, (parent_key, key, page) in enumerate(entries):
-            parent = NO_PAGE if parent_key is None else self._page_of.get(parent_key, -1)
-            if parent < 0 or key in self._page_of or page in self._key_of:
-                continue
-            self._page_of[key] = page
-            self._key_of[page] = key
-            self._depth[page] = 0 if parent == NO_PAGE else self._depth[parent] + 1
-            self._used[page] = self._serial[page] = self._tick()
-            self._parent[page] = parent
-            self._parent_serial[page] = self._serial[parent]
-            is_taken[i] = True
-        if is_taken.any():
-            pages = np.array([page for _, _, page in entries], np.int32)[is_taken]
-            self._ids[pages] = ids[is_taken]
-            self._arena.seal(pages)
-            self._arena.share(pages)
-            self.counters["insertions"] += pages.size
+            parent = NO_PAGE if parent_key is None else page_of.get(parent_key, -1)
+            if parent >= 0 and key not in page_of and page not in key_of:
+                page_of[key] = page
+                key_of[page] = key
+                taken.append(i)
+                pages.append(page)
+                parents.append(parent)
+        is_taken = np.zeros(len(entries), bool)
+        if taken:
+            is_taken[taken] = True
+            self._enter(np.array(pages, np.int32), np.array(parents, np.int32), ids[taken])
         return is_taken
+
+    def _enter(self, pages: np.ndarray, parents: np.ndarray, ids: np.ndarray) -> None:
+        """Fills in the arrays of new entries [n], each after its parent, which may be among them."""
+        self._ids[pages] = ids
+        self._used[pages] = self._serial[pages] = np.arange(self._clock + 1, self._clock + 1 + pages.size)
+        self._clock += pages.size
+        self._parent[pages] = parents
+        self._parent_serial[pages] = self._serial[parents]
+        self._depth[pages] = self._depths_behind(pages.tolist(), parents.tolist())
+        self._arena.adopt(pages)
+        self.counters["insertions"] += pages.size
+
+    def _depths_behind(self, pages: list[int], parents: list[int]) -> list[int]:
+        depth_of = {NO_PAGE: -1}
+        for page, parent in zip(pages, parents, strict=True):
+            before = depth_of.get(parent)
+            depth_of[page] = 1 + (int(self._depth[parent]) if before is None else before)
+        return [depth_of[page] for page in pages]
 
     def evict(self, n: int) -> int:
         """Frees up to ``n`` pages that the index alone owns, and returns how many.

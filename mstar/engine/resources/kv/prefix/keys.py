@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from hashlib import sha256
 from typing import NamedTuple
 
 import numpy as np
 
 _LENGTH = struct.Struct("<I")
-_EMPTY_FIELD = _LENGTH.pack(0)
+_pack_length = _LENGTH.pack
+_EMPTY_FIELD = _pack_length(0)
 
 
 class PrefixItem(NamedTuple):
@@ -35,11 +37,11 @@ class PageItem(NamedTuple):
 
 def fields_key(fields: Mapping[str, str | int | bytes]) -> bytes:
     """SHA-256 over named fields, 32 bytes.  Names and values carry their lengths: no two sets of fields coincide."""
-    digest = hashlib.sha256()
+    digest = sha256()
     for name, value in fields.items():
         raw = value if isinstance(value, bytes) else str(value).encode()
         for part in (name.encode(), type(value).__name__.encode(), raw):
-            digest.update(_LENGTH.pack(len(part)) + part)
+            digest.update(_pack_length(len(part)) + part)
     return digest.digest()
 
 
@@ -64,6 +66,7 @@ def prefix_root(
     )
 
 
+@lru_cache(maxsize=256)
 def chain_root(root: bytes, salt: str = "") -> bytes:
     """The key that the first page of a request with this ``salt`` follows."""
     return fields_key({"root": root, "request_salt": salt})
@@ -80,19 +83,27 @@ def page_key(prev: bytes, ids: np.ndarray, items: Sequence[PageItem] = ()) -> by
 
 def page_keys(root: bytes, ids: np.ndarray, items: Sequence[PrefixItem], page_size: int) -> list[bytes]:
     """Keys of all full pages of ``ids`` [n], whose first page follows ``root``; ``items`` may reach past ``n``."""
-    width = 4 * page_size
     raw = np.ascontiguousarray(ids, "<i4").tobytes()
+    return keys_of_raw(root, raw, len(ids) // page_size, items, page_size)
+
+
+def keys_of_raw(
+    prev: bytes, raw: bytes, num_pages: int, items: Sequence[PrefixItem], page_size: int, offset: int = 0
+) -> list[bytes]:
+    """:func:`page_keys` of ``num_pages`` pages after ``prev``, whose ids are ``raw`` from byte ``offset``."""
+    width = 4 * page_size
     touched = _page_items(items, page_size) if items else {}
-    keys, prev = [], root
-    for page in range(len(ids) // page_size):
-        prev = _page_key(prev, raw[page * width : (page + 1) * width], _pack(touched.get(page, ())))
+    keys = []
+    for page in range(num_pages):
+        packed = _pack(touched[page]) if page in touched else _EMPTY_FIELD
+        prev = _page_key(prev, raw[offset : offset + width], packed)
+        offset += width
         keys.append(prev)
     return keys
 
 
 def _page_key(prev: bytes, ids: bytes, items: bytes) -> bytes:
-    parts = (_LENGTH.pack(len(prev)), prev, _LENGTH.pack(len(ids)), ids, items)
-    return hashlib.sha256(b"".join(parts)).digest()
+    return sha256(_pack_length(len(prev)) + prev + _pack_length(len(ids)) + ids + items).digest()
 
 
 def _pack(items: Sequence[PageItem]) -> bytes:
@@ -102,7 +113,7 @@ def _pack(items: Sequence[PageItem]) -> bytes:
     packed = b"".join(
         struct.pack("<IIII", item.start, item.offset, item.length, len(item.digest)) + item.digest for item in items
     )
-    return _LENGTH.pack(len(packed)) + packed
+    return _pack_length(len(packed)) + packed
 
 
 def _page_items(items: Sequence[PrefixItem], page_size: int) -> dict[int, list[PageItem]]:

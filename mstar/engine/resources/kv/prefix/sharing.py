@@ -41,18 +41,13 @@ class PrefixSharing:
         """Pages that the request would get out of the index and that others hold already."""
         if not _shares(config):
             return 0
-        assert config.prompt_ids is not None
-        if config.prefix_keys is None:  # hashed once, however often a waiting request asks
-            config.prefix_keys = self.index.keys(config.prompt_ids, config.prefix_items, config.prefix_salt)[1]
-        return self.index.num_in_use(self.index.find(config.prompt_ids, config.prefix_keys))
+        return self.index.num_in_use(self._match(config).pages)
 
     def resolve(self, request_id: int) -> int:
         """Leading tokens of the prompt that are indexed, now leased; asked again, it answers the same."""
         match = self._matches.get(request_id)
         if match is None:
-            config = self._configs[request_id]
-            assert config.prompt_ids is not None
-            match = self.index.match(config.prompt_ids, config.prefix_items, config.prefix_salt)
+            match = self._match(self._configs[request_id])
             self.index.lease(match)
             self._matches[request_id] = match
             self._leased.add(request_id)
@@ -74,9 +69,7 @@ class PrefixSharing:
 
     def extend(self, streams: np.ndarray, tokens: np.ndarray) -> None:
         """Kept tokens int64 [n], one for each of ``streams`` int64 [n]."""
-        waiting = self.chains.backlog_steps
-        self.chains.extend(streams, tokens)
-        self._is_due |= self.chains.backlog_steps <= waiting
+        self._is_due |= self.chains.extend(streams, tokens)
 
     def flush(self) -> None:
         """Adds all kept tokens to their chains.  Idempotent."""
@@ -92,22 +85,29 @@ class PrefixSharing:
         if is_decode and not self._is_due:
             return
         self._is_due = self._is_due and not is_decode
-        self._offer(streams)
-
-    def _offer(self, streams: np.ndarray) -> None:
         self.chains.committed(streams, self._streams.stored_len[streams], self._streams.page_table)
 
-    def leave(self, request_id: int, row: int) -> None:
-        """The request goes; what it has committed may be shared from now on."""
-        if self.chains.is_live(row):
-            self.chains.flush(row)
-            self._offer(np.array([row]))
-            self.chains.end(row)
+    def leave(self, request_id: int) -> None:
+        """The request goes; its row's chain stays until :meth:`end`."""
         match = self._matches.pop(request_id, None)
         if request_id in self._leased and match is not None:
             self._leased.remove(request_id)
             self.index.release(match)
         self._configs.pop(request_id, None)
+
+    def end(self, rows: np.ndarray) -> None:
+        """Offers what the streams of ``rows`` int64 [n] have committed for the last time, and ends their chains."""
+        self.chains.flush(rows)
+        self.chains.committed(rows, self._streams.stored_len[rows], self._streams.page_table)
+        for row in rows.tolist():
+            self.chains.end(row)
+
+    def _match(self, config: KVReqConfig) -> PrefixMatch:
+        """What of the prompt is indexed now; hashed once, however often a waiting request asks."""
+        assert config.prompt_ids is not None
+        if config.prefix_keys is None:
+            config.prefix_keys = self.index.keys(config.prompt_ids, config.prefix_items, config.prefix_salt)[1]
+        return self.index.match_keys(config.prompt_ids, config.prefix_keys, config.prefix_salt)
 
     def leased_pages(self) -> list[np.ndarray]:
         """Pages owned by leases that were not applied."""

@@ -1,0 +1,33 @@
+"""Counts by master row, for the same rows step after step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class RowCounts:
+    """An int64 per master row [capacity], raised for many rows at a time.
+
+    Raising the very array of rows that was raised last only counts; the sums are written when somebody looks.  So an
+    array that was handed in must stay as it is.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._values = np.zeros(capacity, np.int64)
+        self._rows = np.empty(0, np.int64)
+        self._pending = 0
+
+    @property
+    def values(self) -> np.ndarray:
+        """The counts, up to date, to read and to write."""
+        if self._pending:
+            self._values[self._rows] += self._pending
+            self._pending = 0
+        return self._values
+
+    def raise_by_one(self, rows: np.ndarray) -> None:
+        """``rows`` int64 [n], each at most once."""
+        if rows is not self._rows:
+            _ = self.values
+            self._rows = rows
+        self._pending += 1

@@ -1,0 +1,44 @@
+"""Requests that have left: their streams are emptied together, as soon as somebody looks."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from mstar.engine.resources.kv.admission import AdmissionGate
+from mstar.engine.resources.kv.prefix.sharing import PrefixSharing
+from mstar.engine.resources.kv.streams import Streams
+
+
+class Departures:
+    """Master rows whose requests are gone and whose streams still hold what they held.
+
+    Many requests leave after one step, and emptying a stream costs the same few array operations as emptying them
+    all.  Whatever reads or changes streams, pages or reservations calls :meth:`settle` first, be it on the step's
+    thread or on the one that plans ahead.
+    """
+
+    def __init__(self, streams: Streams, gate: AdmissionGate, sharing: PrefixSharing | None) -> None:
+        self._streams = streams
+        self._gate = gate
+        self._sharing = sharing
+        self._rows: list[int] = []
+        self._lock = threading.Lock()
+
+    def add(self, row: int) -> None:
+        """The request on master row ``row`` has left; what it has committed may be shared from now on."""
+        self._rows.append(row)
+
+    def settle(self) -> None:
+        """Empties the streams of all who left, and takes their reservations back."""
+        if not self._rows:
+            return
+        with self._lock:
+            if self._rows:
+                rows = np.array(self._rows)
+                if self._sharing is not None:
+                    self._sharing.end(rows)
+                self._streams.release(self._streams.of_rows(rows))
+                self._gate.forget(rows)
+                self._rows.clear()  # last: until then others wait at the lock

@@ -1,0 +1,29 @@
+"""Counts by master row, whoever is raised in whatever order."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstar.conductor.row_counts import RowCounts
+
+CAPACITY = 5
+SETS = [np.array(rows, np.int64) for rows in ([0, 1, 2], [2, 4], [], [3], [0, 1, 2])]
+
+
+RAISE = st.sampled_from(range(len(SETS)))
+WRITE = st.tuples(st.integers(0, CAPACITY - 1), st.integers(0, 9))
+LOOK = st.none()
+
+
+@given(st.lists(RAISE | WRITE | LOOK))
+def test_deferred_sums_are_those_of_adding_at_once(actions):
+    counts, expected = RowCounts(CAPACITY), np.zeros(CAPACITY, np.int64)
+    for action in actions:
+        if isinstance(action, int):
+            counts.raise_by_one(SETS[action])
+            expected[SETS[action]] += 1
+        elif isinstance(action, tuple):
+            counts.values[action[0]] = expected[action[0]] = action[1]
+        else:
+            assert counts.values.tolist() == expected.tolist()
+    assert counts.values.tolist() == expected.tolist()
