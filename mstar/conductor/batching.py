@@ -75,7 +75,7 @@ class Batcher:
         """The pick was launched: others come first now."""
         for state in pick.lane.states:
             self._last_run[state] = self._steps
-        table.last_step[pick.rows] = self._steps
+        table.last_step.set(pick.rows, self._steps)
         self._steps += 1
 
     def _parts(self, table: RowTable, lane: Lane, ready: np.ndarray) -> list[np.ndarray] | None:
@@ -97,7 +97,7 @@ class Batcher:
         if state != self._entry_state:
             if rows.size <= bound:
                 return rows
-            order = np.lexsort((table.request_id[rows], table.issued.values[rows], table.last_step[rows]))
+            order = np.lexsort((table.request_id[rows], table.issued.values[rows], table.last_step.values[rows]))
             return np.sort(rows[order[:bound]])
         rows = _oldest(table, rows)
         tokens = min(self._max_batch_tokens, lane.max_tokens or self._max_batch_tokens)
@@ -119,8 +119,8 @@ class Batcher:
                     itertools.repeat(walk, part.size) for walk, part in zip(lane.walks, parts, strict=True)
                 )
             )
-        pick = Pick(lane, rows, ids, Batch(node=lane.node, graph_walk=lane.walk, infos=infos, row_walks=walks))
-        self._last_pick[key] = pick
+        batch = Batch(lane.node, lane.walk, infos, walks, tuple(ids.tolist()))
+        pick = self._last_pick[key] = Pick(lane, rows, ids, batch)
         return pick
 
 

@@ -1,4 +1,4 @@
-"""Counts by master row, for the same rows step after step."""
+"""Counts and marks by master row, for the same rows step after step."""
 
 from __future__ import annotations
 
@@ -31,3 +31,30 @@ class RowCounts:
             _ = self.values
             self._rows = rows
         self._pending += 1
+
+
+class RowMarks:
+    """An int64 per master row [capacity], -1 at first, set for many rows at a time.
+
+    As in :class:`RowCounts`, what is set of the same array of rows is written when somebody looks.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._values = np.full(capacity, -1, np.int64)
+        self._rows: np.ndarray | None = None  # not written yet
+        self._mark = -1
+
+    @property
+    def values(self) -> np.ndarray:
+        """The marks, up to date, to read and to write."""
+        if self._rows is not None:
+            self._values[self._rows] = self._mark
+            self._rows = None
+        return self._values
+
+    def set(self, rows: np.ndarray, mark: int) -> None:
+        """``rows`` int64 [n]."""
+        if rows is not self._rows:
+            _ = self.values
+            self._rows = rows
+        self._mark = mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mstar.conductor.queue import Waiting
-from mstar.conductor.row_counts import RowCounts
+from mstar.conductor.row_counts import RowCounts, RowMarks
 from mstar.engine.inputs import RequestInfo
 
 IDLE = -1  # the state of a row that no step can run
@@ -35,7 +35,7 @@ class RowTable:
         self.limit = np.zeros(capacity, np.int64)
         self.ignore_eos = np.zeros(capacity, bool)
         self.is_held = np.zeros(capacity, bool)
-        self.last_step = np.full(capacity, -1, np.int64)
+        self.last_step = RowMarks(capacity)
         self.stop_ids = np.full((capacity, 0), -1, np.int64)
         self.infos = np.full(capacity, None, object)  # of RequestInfo
         self.row_of: dict[int, int] = {}
@@ -65,7 +65,7 @@ class RowTable:
         self.limit[row] = waiting.limit
         self.ignore_eos[row] = request.ignore_eos
         self.is_held[row] = False
-        self.last_step[row] = -1
+        self.last_step.values[row] = -1
         self._write_stop_ids(row, request.stop_ids)
         self.infos[row] = info
         self.row_of[waiting.request_id] = row
@@ -95,6 +95,8 @@ class RowTable:
             self.stop_ids = self.stop_ids[:, :0]  # most traffic has none: the check costs nothing then
 
     def _write_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        if not stop_ids and not self.stop_ids.shape[1]:
+            return
         missing = len(stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
             self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mstar.engine.inputs import ModelInputsFromEngine, NodeInputs
+from mstar.utils.errors import shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +100,7 @@ class AcceleratorGraphConfig(ABC):
     parameters differently.
 
     Raises:
-        ValueError: an unknown ``compile_mode`` or a batch size below 1.
+        ValueError: an unknown ``compile_mode``, or a count that is no integer >= 1; names the parameter.
     """
 
     def __init__(
@@ -123,7 +124,9 @@ class AcceleratorGraphConfig(ABC):
         self.capture_forward_method = capture_forward_method
         self.caps_eager_batch_size = caps_eager_batch_size
         self.input_seq_dims = input_seq_dims
-        _check_batch_sizes(capture_batch_sizes)
+        _check_counts("capture_batch_sizes", capture_batch_sizes)
+        _check_names("replay_graph_walks", replay_graph_walks)
+        _check_hashable("additional_key_info", additional_key_info)
 
     @abstractmethod
     def get_config_type(self) -> AcceleratorGraphConfigType:
@@ -171,7 +174,7 @@ class BatchedAcceleratorGraphConfig(AcceleratorGraphConfig):
             input_seq_dims=input_seq_dims,
         )
         self.single_request_inputs = single_request_inputs
-        self.total_tokens_multiplier = total_tokens_multiplier
+        self.total_tokens_multiplier = _check_count("total_tokens_multiplier", total_tokens_multiplier)
 
     def get_config_type(self) -> AcceleratorGraphConfigType:
         return AcceleratorGraphConfigType.BASIC_BATCHED
@@ -218,9 +221,10 @@ class PackedAcceleratorGraphConfig(AcceleratorGraphConfig):
             caps_eager_batch_size=caps_eager_batch_size,
             input_seq_dims=input_seq_dims,
         )
+        _check_counts("capture_token_lengths", capture_token_lengths)
         self.capture_token_lengths = capture_token_lengths
         self.make_node_input = make_node_input
-        self.total_tokens_multiplier = total_tokens_multiplier
+        self.total_tokens_multiplier = _check_count("total_tokens_multiplier", total_tokens_multiplier)
         self.token_layout = token_layout
 
     def get_config_type(self) -> AcceleratorGraphConfigType:
@@ -277,7 +281,7 @@ class PiecewiseAcceleratorGraphConfig(ABC):
     out, unless ``can_lease`` turns this batch down.
 
     Raises:
-        ValueError: an unknown ``compile_mode`` or a batch size below 1.
+        ValueError: an unknown ``compile_mode``, or a count that is no integer >= 1; names the parameter.
     """
 
     capture_fn: Callable[[PiecewiseCallInputs], dict[str, Tensor]]
@@ -292,7 +296,7 @@ class PiecewiseAcceleratorGraphConfig(ABC):
 
     def __post_init__(self) -> None:
         check_compile_mode(self.compile_mode)
-        _check_batch_sizes(self.capture_batch_sizes)
+        _check_counts("capture_batch_sizes", self.capture_batch_sizes)
 
     @abstractmethod
     def get_config_type(self) -> PiecewiseConfigType:
@@ -313,6 +317,10 @@ class PiecewiseBatchedConfig(PiecewiseAcceleratorGraphConfig):
 
     seq_len: int
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("seq_len", self.seq_len)
+
     def get_config_type(self) -> PiecewiseConfigType:
         return PiecewiseConfigType.BATCHED
 
@@ -329,6 +337,10 @@ class PiecewisePackedConfig(PiecewiseAcceleratorGraphConfig):
 
     total_tokens: list[int]
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_counts("total_tokens", self.total_tokens)
+
     def get_config_type(self) -> PiecewiseConfigType:
         return PiecewiseConfigType.PACKED
 
@@ -336,14 +348,15 @@ class PiecewisePackedConfig(PiecewiseAcceleratorGraphConfig):
         return [
             PiecewiseCaptureShape(bs, distribute_tokens(total, bs), total)
             for bs in batch_sizes
-            for total in self.total_tokens
+            for total in dict.fromkeys(self.total_tokens)
         ]
 
     def replay_seq_lens(self, shape: PiecewiseCaptureShape, seq_lens: list[int] | None, real_bs: int) -> list[int]:
         """The real lengths, then zeros up to ``shape.bs``.
 
         Raises:
-            ValueError: no lengths, not one per real row, more rows than the bucket, or more tokens than it.
+            ValueError: no lengths, not one per real row, a negative one, more rows than the bucket, or more
+                tokens than it.
         """
         if seq_lens is None:
             raise ValueError("a packed region needs seq_lens, got None")
@@ -351,15 +364,42 @@ class PiecewisePackedConfig(PiecewiseAcceleratorGraphConfig):
             raise ValueError(f"seq_lens must have {real_bs} entries, one per real row, got {len(seq_lens)}")
         if real_bs > shape.bs:
             raise ValueError(f"real_bs must be <= {shape.bs}, the bucket's rows, got {real_bs}")
+        if min(seq_lens, default=0) < 0:
+            raise ValueError(f"seq_lens must be >= 0, got {seq_lens}")
         if sum(seq_lens) > shape.total_tokens:
             raise ValueError(f"seq_lens must sum to <= {shape.total_tokens}, the bucket's tokens, got {sum(seq_lens)}")
         return list(seq_lens) + [0] * (shape.bs - real_bs)
 
 
-def _check_batch_sizes(sizes: list[int] | None) -> None:
-    for size in sizes or ():
-        if size < 1:
-            raise ValueError(f"capture_batch_sizes must be >= 1, got {size}")
+def _check_count(name: str, value: int) -> int:
+    """Returns ``value``; ValueError naming it unless it is an integer >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be >= 1 and an integer, got {shorten(value)}")
+    return value
+
+
+def _check_counts(name: str, values: list[int] | None) -> None:
+    """ValueError naming the list unless it is one of integers >= 1, or None."""
+    if values is None:
+        return
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ValueError(f"{name} must be a list of integers, got {shorten(values)}")
+    for value in values:
+        _check_count(name, value)
+
+
+def _check_names(name: str, values: list[str] | None) -> None:
+    if values is None:
+        return
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name} must be a list of walks, got {shorten(values)}")
+
+
+def _check_hashable(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(f"{name} must be hashable, as part of a bucket's key, got {shorten(value)}") from None
 
 
 def _clone_inputs(inputs: NodeInputs) -> NodeInputs:

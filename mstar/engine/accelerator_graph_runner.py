@@ -34,12 +34,14 @@ log = logging.getLogger(__name__)
 class _Capture:
     """One (bucket, slot).  ``static`` holds views of the shared buffers and the constants baked in at capture.
 
-    ``runs_real_head``: a replay sees the real tokens alone.
+    ``in_place``: addresses of those inputs that lie in a resource's own buffers.  ``runs_real_head``: a replay sees
+    the real tokens alone.
     """
 
     spec: CGSlotSpec
     forward: Forward
     static: dict[str, Any]
+    in_place: dict[str, int]
     runs_real_head: bool
     graph: CapturedGraph | None = None
 
@@ -184,10 +186,13 @@ class AcceleratorGraphRunner(BucketTable):
         check_key_info(lease, step)
         dummy.plan(step)
         static = self._submodule.preprocess(walk, dummy.engine_inputs, inputs)
-        static = {name: self._intern(spec, name, value) for name, value in static.items()}
+        in_place = {name: static[name].data_ptr() for name in self._submodule.static_inputs(walk) & static.keys()}
+        static = {
+            name: value if name in in_place else self._intern(spec, name, value) for name, value in static.items()
+        }
         method = self._eager_method(spec) if eager else self._method(spec)
         forward = self._frozen_forward(walk, method, dummy.engine_inputs)
-        return _Capture(spec, forward, static, self._runs_real_head(spec.bucket))
+        return _Capture(spec, forward, static, in_place, self._runs_real_head(spec.bucket))
 
     def _frozen_forward(self, walk: str, method: Any, engine_inputs: ModelInputsFromEngine) -> Forward:
         """A method with everything but the static tensors fixed, as a real graph would have it."""
@@ -246,7 +251,7 @@ class AcceleratorGraphRunner(BucketTable):
         Outputs are padded and valid until the next replay.
 
         Raises:
-            RuntimeError: the names differ from those of the capture.
+            RuntimeError: the names differ from those of the capture, or a static input lies elsewhere.
         """
         capture = self._captures[lease.bucket][lease.slot]
         static = self._stage(capture, tensors)
@@ -261,15 +266,20 @@ class AcceleratorGraphRunner(BucketTable):
             raise RuntimeError(
                 f"{capture.spec.bucket}: captured inputs {sorted(static)}, this step's are {sorted(tensors)}"
             )
+        for name, address in capture.in_place.items():
+            if tensors[name].data_ptr() != address:
+                raise RuntimeError(f"{capture.spec.bucket}: static input {name!r} has moved since the capture")
         if capture.runs_real_head:
-            return {
-                name: self._buffers.narrowed(idx, name, value) if isinstance(value, torch.Tensor) else static[name]
-                for name, value in tensors.items()
-            }
+            return {name: self._head(capture, name, value) for name, value in tensors.items()}
         for name, value in tensors.items():
-            if isinstance(value, torch.Tensor):
+            if name not in capture.in_place and isinstance(value, torch.Tensor):
                 self._buffers.stage(idx, name, static[name], value)
         return static
+
+    def _head(self, capture: _Capture, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return capture.static[name]
+        return value if name in capture.in_place else self._buffers.narrowed(capture.spec.config_idx, name, value)
 
     def _runs_real_head(self, key: BucketKey) -> bool:
         return self._backend.replays_real_head and self._is_packed(key)

@@ -20,18 +20,20 @@ class Batch:
     """Rows of one (node, walk), in the order the forward sees them.
 
     In a combined walk ``row_walks`` names each row's own walk; rows of the combined walk's first constituent come
-    first.  While its membership is unchanged, hand the engine the same object again: the step's preparation is reused.
+    first.  ``request_ids`` are the infos' own, for a caller that has them already.  While its membership is unchanged,
+    hand the engine the same object again: the step's preparation is reused.
     """
 
     node: str
     graph_walk: str
     infos: Sequence[RequestInfo]
     row_walks: Sequence[str] | None = None
-    request_ids: tuple[int, ...] = field(init=False)
+    request_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "infos", tuple(self.infos))
-        object.__setattr__(self, "request_ids", tuple(map(_request_id, self.infos)))
+        if not self.request_ids:
+            object.__setattr__(self, "request_ids", tuple(map(_request_id, self.infos)))
 
 
 @dataclass

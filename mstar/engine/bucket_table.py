@@ -10,6 +10,7 @@ from mstar.engine.accelerator_graph_config import AcceleratorGraphConfig, Accele
 from mstar.engine.resources.step import BucketKey, SlotLease
 
 DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_MOST_SELECTED = 4096
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class BucketTable:
     @registered.setter
     def registered(self, buckets: Collection[BucketKey]) -> None:
         self._registered = buckets
+        self._selected: dict[tuple[str, int, int, Hashable | None, bool], BucketKey | None] = {}  # by what was asked
         # By walk and key, ascending: a step of a changed batch looks for its bucket, among hundreds on a CPU.
         self._ascending: dict[tuple[str, Hashable | None], list[BucketKey]] = {}
         for bucket in sorted(buckets, key=_size):
@@ -66,6 +68,16 @@ class BucketTable:
 
         ``equal_rows``: the rows have one length; a batched bucket takes no others, and only its template's.
         """
+        asked = (graph_walk, bs, num_tokens, key_info, equal_rows)
+        if asked not in self._selected:
+            if len(self._selected) >= _MOST_SELECTED:
+                self._selected.clear()
+            self._selected[asked] = self._tightest(*asked)
+        return self._selected[asked]
+
+    def _tightest(
+        self, graph_walk: str, bs: int, num_tokens: int, key_info: Hashable | None, equal_rows: bool
+    ) -> BucketKey | None:
         ascending = self._ascending.get((graph_walk, key_info), [])
         for i in range(bisect_left(ascending, (num_tokens, bs), key=_size), len(ascending)):
             if self._fits(ascending[i], graph_walk, bs, num_tokens, key_info, equal_rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -30,6 +31,8 @@ from mstar.engine.resources.runner import StepRunner, build_resources
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.submodule import NodeSubmodule
 from mstar.utils import knobs
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Batch", "Engine", "InFlight", "StepResult"]
 
@@ -73,11 +76,12 @@ class Engine:
         kv_dtype: torch.dtype,
         capacity: int,
         backend: GraphBackend | None = None,
-        num_slots: int = 2,
+        num_slots: int | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
         """``capacity``: most requests at one time; a resource may have room for fewer.  ``backend`` None chooses by
-        device.  MSTAR_PRE_PLAN_SPEC is read here.
+        device.  ``num_slots`` None is MSTAR_NUM_SLOTS; resources that stage through reused buffers get two at
+        least.  MSTAR_PRE_PLAN_SPEC is read here.
 
         Raises:
             ValueError: a spec is declared twice, depends on what is missing, names an unknown node, or plans ahead
@@ -93,6 +97,7 @@ class Engine:
         for spec in specs:
             for name in sorted(spec.nodes - submodules.keys()):
                 raise ValueError(f"resource {spec.resource_key!r} names node {name!r}, which the model does not have")
+        num_slots = _double_buffered(knobs.num_slots() if num_slots is None else num_slots, specs)
         padding = PaddingRows(self.capacity)
         runners = {
             name: AcceleratorGraphRunner(
@@ -223,7 +228,7 @@ class Engine:
         return dict(self._dropped)
 
     def _rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
-        return self._requests.rows_of(request_ids)[0]
+        return self._requests.rows_of(request_ids)
 
     # Steps.
 
@@ -272,3 +277,12 @@ def _backend_for(device: torch.device) -> GraphBackend:
     if device.type == "cpu":
         return CpuGraphBackend()
     return CudaGraphBackend(device) if device.type == "cuda" else EagerBackend()
+
+
+def _double_buffered(num_slots: int, specs: Sequence[NodeResourceSpec]) -> int:
+    """At least two slots where a resource rewrites buffers that a step in flight may still be read from."""
+    needing = [spec.resource_key for spec in specs if spec.resource_class.force_double_buffer]
+    if num_slots < 2 and needing:
+        log.warning("MSTAR_NUM_SLOTS=%d: raised to 2, %s needs double buffers", num_slots, ", ".join(needing))
+        return 2
+    return num_slots

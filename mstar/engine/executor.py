@@ -9,7 +9,7 @@ import torch
 from mstar.engine.accelerator_graph_backend import GraphBackend
 from mstar.engine.accelerator_graph_runner import autocast_of
 from mstar.engine.in_flight import InFlight, Part
-from mstar.engine.inputs import ModelInputsFromEngine, NodeInputs
+from mstar.engine.inputs import NodeInputs
 from mstar.engine.node import EngineNode
 from mstar.engine.outputs import BatchedModelOutput, RequestOutputs, split_by_request
 from mstar.engine.phase_clock import PhaseClock
@@ -37,7 +37,8 @@ class Execution:
         self._node = node
         self._prepared = prepared
         self._planned = planned
-        self._ctx: StepContext = planned.context(prepared.batch.graph_walk, slot)
+        self._engine_inputs = planned.inputs_from_engine(node, prepared.batch.graph_walk, slot)
+        self._ctx: StepContext = self._engine_inputs.ctx
 
     def admit(self, in_flight: InFlight, promoted: bool = False) -> bool:
         """Whether every resource has room; else ``in_flight`` says which has not."""
@@ -75,8 +76,10 @@ class Execution:
                     owner.step_runner.plan(planned.step, ctx, promoted)
                 owner.clock.mark("plan")
                 output = self._forward()
-            except BaseException:
+            except BaseException as error:
                 self.give_up()
+                if isinstance(error, Exception) and node.is_spent:
+                    raise SpentStep(error) from error
                 raise
             try:
                 if planned.step is not None:
@@ -91,15 +94,7 @@ class Execution:
 
     def _forward(self) -> BatchedModelOutput:
         owner, node, planned = self._owner, self._node, self._planned
-        walk = self._prepared.batch.graph_walk
-        engine_inputs = ModelInputsFromEngine(
-            planned.padded_ids,
-            node.resources,
-            self._ctx,
-            planned.infos,
-            captured=planned.lease is not None,
-            piecewise=node.regions,
-        )
+        walk, engine_inputs = self._prepared.batch.graph_walk, self._engine_inputs
         inputs = planned.inputs if node.kept is None else self._with_loopback(planned)
         with autocast_of(node.submodule, owner.device_type):
             tensors = node.submodule.preprocess(walk, engine_inputs, inputs)

@@ -60,7 +60,8 @@ class ARNodeInputs(NodeInputs):
 class ModelInputsFromEngine:
     """The engine's side of a forward: padded rows, the resources by key, and the step's context.
 
-    ``piecewise``: runners of the node's captured regions, by label.  A region with an entry in
+    ``piecewise``: runners of the node's captured regions, by label; a region without any graph has none, and its
+    code runs as it is.  A region with an entry in
     ``ctx.piecewise_leases`` owns the resources that the step's declaration left out.
     """
 

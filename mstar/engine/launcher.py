@@ -16,6 +16,9 @@ from mstar.engine.rows import PlannedStep, PreparedBatch, plan_rows, prepare_bat
 
 log = logging.getLogger(__name__)
 
+# Reasons that say that something is wrong; the others come with the model or the device.
+_LEVEL_OF = dict.fromkeys(("dropped", "key_info", "retry"), logging.WARNING)
+
 
 class Launcher:
     """Launches steps and has them planned ahead.  The planner has settled before either is called."""
@@ -176,5 +179,5 @@ class Launcher:
         if eager_reason is not None:
             key = (batch.node, batch.graph_walk, eager_reason)
             if key not in self._eager_steps:
-                log.info("%s/%s: steps run eager: %s", *key)
+                log.log(_LEVEL_OF.get(eager_reason, logging.INFO), "%s/%s: steps run eager: %s", *key)
             self._eager_steps[key] += 1

@@ -93,6 +93,11 @@ class EngineNode:
                 leases[label] = lease
         return leases
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether a region of the forward in progress has committed, so that its rows cannot run again."""
+        return any(region.has_committed for region in self.regions.values())
+
     def set_region_slots(self, slot: int) -> None:
         """Points every region at the step's slot; right before the forward, in which they replay."""
         for region in self.regions.values():

@@ -88,8 +88,10 @@ class PiecewiseGraphRunner:
         self._rows_of = rows_of
         self._memory = memory
         self._slot = 0
+        self.has_committed = False  # since the forward began: its step cannot be run again then
         sizes = sorted(set(config.capture_batch_sizes or DEFAULT_BATCH_SIZES))
-        self._shapes = sorted(config.get_capture_shapes(sizes), key=lambda s: (-s.bs, -s.total_tokens))
+        shapes = {(s.bs, s.total_tokens): s for s in config.get_capture_shapes(sizes)}
+        self._shapes = sorted(shapes.values(), key=lambda s: (-s.bs, -s.total_tokens))
         largest = max((shape.bs for shape in self._shapes), default=0)
         self._pools: list[PaddingPool] = [
             padding.pool(f"{self.name}_slot{slot}", largest if config.declare_step is not None else 0)
@@ -234,6 +236,7 @@ class PiecewiseGraphRunner:
     def set_slot(self, slot: int) -> None:
         """The slot of the next replays (modulo the number of slots); right before the forward they are part of."""
         self._slot = slot % self.num_slots
+        self.has_committed = False
 
     def run(
         self,
@@ -302,8 +305,13 @@ class PiecewiseGraphRunner:
         outcome, resource = self._step_runner.admit(step, ctx)
         if not (outcome.ok and outcome.ready):
             raise RuntimeError(f"{self.name}: resource {resource!r} refuses the region's step: {outcome.reason}")
-        self._step_runner.plan(step, ctx)
-        output = self._replay(capture)
+        try:
+            self._step_runner.plan(step, ctx)
+            output = self._replay(capture)
+        except BaseException:
+            self._step_runner.abandon(step, ctx)
+            raise
+        self.has_committed = True
         self._step_runner.commit(step, ctx)
         return output
 

@@ -34,7 +34,6 @@ class RequestTable:
         self._infos: dict[int, RequestInfo] = {}
         self._free_rows = [-row for row in range(capacity)]
         heapq.heapify(self._free_rows)
-        self._last_rows: tuple[tuple[int, ...], np.ndarray] = ((), np.empty(0, np.int64))
 
     def missing(self, infos: Sequence[RequestInfo], request_ids: Sequence[int]) -> RequestInfo | None:
         """The first of these requests that was not ingested; ``request_ids`` are theirs."""
@@ -43,18 +42,9 @@ class RequestTable:
             return None
         return next(info for info, held in zip(infos, found, strict=True) if held is not info)
 
-    def rows_of(self, request_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Master rows int64 of the requests that are here, and which those are (None: all, else bool [n]).
-
-        The same ids again cost no look-up.
-        """
-        ids = tuple(request_ids)
-        if self._last_rows[0] != ids:
-            rows = [-1 if (info := self._infos.get(i)) is None else info.row for i in ids]
-            self._last_rows = ids, np.array(rows, np.int64)
-        rows_of = self._last_rows[1]
-        present = rows_of >= 0
-        return (rows_of, None) if present.all() else (rows_of[present], present)
+    def rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
+        """Master rows int64 of these requests; KeyError for one that is not here."""
+        return np.array([self._infos[i].row for i in request_ids], np.int64)
 
     def ingest(self, info: RequestInfo) -> None:
         """Gives a request its row and its state in every resource, then whatever prefix of it is cached.
@@ -91,7 +81,6 @@ class RequestTable:
         heapq.heappush(self._free_rows, -info.row)
         info.row = -1
         self.cached.pop(request_id, None)
-        self._last_rows = ((), np.empty(0, np.int64))
         self._forget(request_id)
 
     def _take_cached_prefix(self, info: RequestInfo) -> None:

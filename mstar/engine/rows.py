@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
 
 from mstar.engine.accelerator_graph_runner import check_key_info
 from mstar.engine.batch import Batch
-from mstar.engine.inputs import NodeInputs, RequestInfo
+from mstar.engine.inputs import ModelInputsFromEngine, NodeInputs, RequestInfo
 from mstar.engine.node import EngineNode
 from mstar.engine.padding import PaddedTail
 from mstar.engine.resources.step import LabelRows, SlotLease, StepContext, SubmoduleStep
@@ -37,9 +37,23 @@ class PlannedStep:
     is_packed: bool = False
     pads_tokens: bool = False
     label_cache: dict[int, dict[str, LabelRows]] = field(default_factory=dict)
+    engine_inputs: ModelInputsFromEngine | None = None  # of its runs, once there was one
+
+    def inputs_from_engine(self, node: EngineNode, graph_walk: str, slot: int) -> ModelInputsFromEngine:
+        """The engine's side of a run of this step, its context included; the same again in every run."""
+        if self.engine_inputs is None:
+            self.engine_inputs = ModelInputsFromEngine(
+                self.padded_ids,
+                node.resources,
+                self.context(graph_walk, slot),
+                self.infos,
+                captured=self.lease is not None,
+                piecewise=node.regions,
+            )
+        return self.engine_inputs
 
     def context(self, graph_walk: str, slot: int, is_preplan: bool = False) -> StepContext:
-        """The context of one run of this step."""
+        """A new context of this step."""
         return StepContext(
             graph_walk=graph_walk,
             request_ids=self.request_ids,
@@ -152,16 +166,17 @@ def prepare_batch(node: EngineNode, batch: Batch, cached: Mapping[int, int]) -> 
 def _prepare_each(
     node: EngineNode, batch: Batch, cached: Mapping[int, int], errors: dict[int, Exception]
 ) -> tuple[tuple[RequestInfo, ...], list[NodeInputs], list[str]]:
-    """Row by row, each under its own walk; rows that fail are written into ``errors``."""
+    """Row by row, each under its own walk, but for runs of uniform rows; those that fail land in ``errors``."""
     submodule = node.submodule
-    walks = repeat(batch.graph_walk) if batch.row_walks is None else batch.row_walks
-    templates = {walk: submodule.uniform_row_inputs(walk) for walk in set(batch.row_walks or (batch.graph_walk,))}
     infos: list[RequestInfo] = []
     inputs: list[NodeInputs] = []
-    kept_walks: list[str] = []
-    for info, walk in zip(batch.infos, walks, strict=False):
-        row = templates[walk]
-        if row is None:
+    walks: list[str] = []
+    for walk, run in _runs(batch):
+        template = submodule.uniform_row_inputs(walk)
+        if template is not None:
+            infos += run
+            inputs += [template] * len(run)
+        for info in run if template is None else ():
             try:
                 row = submodule.prepare_inputs(walk, info)
                 if row is not None and info.request_id in cached:
@@ -169,11 +184,23 @@ def _prepare_each(
             except Exception as error:
                 errors[info.request_id] = error
                 continue
-        if row is not None:
-            infos.append(info)
-            inputs.append(row)
-            kept_walks.append(walk)
-    return tuple(infos), inputs, kept_walks
+            if row is not None:
+                infos.append(info)
+                inputs.append(row)
+        walks += [walk] * (len(infos) - len(walks))
+    return tuple(infos), inputs, walks
+
+
+def _runs(batch: Batch) -> list[tuple[str, Sequence[RequestInfo]]]:
+    """The batch's rows as stretches of one walk each."""
+    if batch.row_walks is None:
+        return [(batch.graph_walk, batch.infos)]
+    runs, start = [], 0
+    for walk, group in groupby(batch.row_walks):
+        stop = start + len(list(group))
+        runs.append((walk, batch.infos[start:stop]))
+        start = stop
+    return runs
 
 
 def plan_rows(prepared: PreparedBatch, node: EngineNode, slot: int, eager_reason: str | None = None) -> PlannedStep:

@@ -71,6 +71,11 @@ class NodeSubmodule(nn.Module):
         """Collates the rows into named tensors: the forward's keywords, and the static buffers of a capture."""
         raise NotImplementedError(f"{type(self).__name__}.preprocess")
 
+    def static_inputs(self, graph_walk: str) -> frozenset[str]:
+        """Names of those tensors of :meth:`preprocess` that a resource keeps where the lease alone says, so that a
+        capture reads them there instead of a copy."""
+        return frozenset()
+
     def forward_batched(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, **tensors: Any
     ) -> BatchedModelOutput | dict[Any, Any]:

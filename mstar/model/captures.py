@@ -28,16 +28,17 @@ def text_graph_configs(
     Args:
         max_rows: rows of the largest step.
         max_tokens: prompt tokens of the largest captured step; beside them there is room for a decode row each.
-        decode_sizes: batch sizes of decode, or empty for the device's ladder.
+        decode_sizes: batch sizes of decode, or empty for the device's ladder; those beyond ``max_rows`` are cut to it.
     """
     on_cpu = device.type == "cpu"
-    ladder = sorted(set(decode_sizes)) or (dense_ladder(max_rows) if on_cpu else doubling_ladder(1, max_rows))
+    ladder = sorted({min(size, max_rows) for size in decode_sizes})
+    if not ladder:
+        ladder = dense_ladder(max_rows) if on_cpu else doubling_ladder(1, max_rows)
     last_token = torch.zeros(1, dtype=torch.int64)
     decode = BatchedAcceleratorGraphConfig(
         capture_graph_walk="decode",
         single_request_inputs=ARNodeInputs({LOOPBACK: last_token}, input_seq_len=1, walk="decode"),
         capture_batch_sizes=ladder,
-        compile=False,
     )
     largest = max_tokens + max_rows
     packed = PackedAcceleratorGraphConfig(
@@ -47,7 +48,6 @@ def text_graph_configs(
         make_node_input=_dummy_prompt,
         token_layout=decode_rows_then_prompt,
         capture_batch_sizes=[max_rows] if on_cpu else doubling_ladder(1, max_rows),
-        compile=False,
     )
     return [decode, packed]
 

@@ -92,6 +92,9 @@ class TextLLM(ARNodeSubmodule):
             return {"input_ids": last_tokens()}
         return {"input_ids": collate(inputs, last_tokens, self.decoder.device)}
 
+    def static_inputs(self, graph_walk: str) -> frozenset[str]:
+        return frozenset({"input_ids"}) if self.reads_device_loopback and graph_walk == DECODE else frozenset()
+
     def forward_batched(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, **tensors: Any
     ) -> BatchedModelOutput:

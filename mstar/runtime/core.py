@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import time
 
@@ -12,11 +14,13 @@ from mstar.conductor.queue import Limits
 from mstar.conductor.report import StepReport
 from mstar.conductor.request import EngineRequest
 from mstar.engine.engine import Engine
+from mstar.engine.resources.spec import NodeResourceSpec, apply_overrides
 from mstar.model.options import ModelLoadOptions
 from mstar.model.registry import EngineModel, load_model
 from mstar.runtime.messages import Welcome
 from mstar.runtime.options import EngineOptions
-from mstar.utils.errors import LoadError
+from mstar.utils import knobs
+from mstar.utils.errors import LoadError, shorten
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +38,30 @@ class EngineCore:
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
         device = _device(options.device)
-        self.model: EngineModel = load_model(
+        try:
+            knobs.check_all()
+            self.model = self._load(device)
+            self.engine, self.conductor = self._build(device)
+        except ValueError as error:  # an environment variable, or settings that do not go together
+            raise LoadError(str(error)) from error
+        self.info = Welcome(
+            model=self.model.name,
+            vocab_size=self.model.vocab_size,
+            max_seq_len=self.model.max_seq_len,
+            max_running_requests=self.conductor.max_running_requests,
+            max_queued_requests=options.max_queued_requests,
+            max_queued_tokens=options.max_queued_tokens,
+            num_parameters=self.model.num_parameters,
+            weight_bytes=self.model.weight_bytes,
+            device=str(device),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            load_seconds=time.monotonic() - started,
+        )
+        log.info("loaded %s", self.info)
+
+    def _load(self, device: torch.device) -> EngineModel:
+        options = self.options
+        model = load_model(
             options.model,
             device=device,
             dtype=_dtype(options.dtype),
@@ -51,7 +78,11 @@ class EngineCore:
                 deterministic=options.deterministic,
             ),
         )
-        self.engine = Engine(
+        return dataclasses.replace(model, resource_specs=_with_overrides(model.resource_specs, options.resources))
+
+    def _build(self, device: torch.device) -> tuple[Engine, Conductor]:
+        options = self.options
+        engine = Engine(
             self.model.submodules,
             self.model.resource_specs,
             device=device,
@@ -59,35 +90,18 @@ class EngineCore:
             kv_dtype=self.model.kv_dtype,
             capacity=options.max_running_requests,
         )
-        self.engine.warm_up()
-        self.conductor = Conductor(
-            self.engine,
-            self.model,
-            Limits(
-                max_running_requests=options.max_running_requests,
-                max_queued_requests=options.max_queued_requests,
-                max_queued_tokens=options.max_queued_tokens,
-                max_batch_tokens=options.max_batch_tokens,
-                max_seq_len=self.model.max_seq_len,
-                vocab_size=self.model.vocab_size,
-                run_ahead=_run_ahead(options.run_ahead, device),
-                mixed_steps=options.mixed_steps,
-            ),
-        )
-        self.info = Welcome(
-            model=self.model.name,
-            vocab_size=self.model.vocab_size,
-            max_seq_len=self.model.max_seq_len,
-            max_running_requests=self.conductor.max_running_requests,
+        engine.warm_up()
+        limits = Limits(
+            max_running_requests=options.max_running_requests,
             max_queued_requests=options.max_queued_requests,
             max_queued_tokens=options.max_queued_tokens,
-            num_parameters=self.model.num_parameters,
-            weight_bytes=self.model.weight_bytes,
-            device=str(device),
-            dtype=str(self.model.dtype).removeprefix("torch."),
-            load_seconds=time.monotonic() - started,
+            max_batch_tokens=options.max_batch_tokens,
+            max_seq_len=self.model.max_seq_len,
+            vocab_size=self.model.vocab_size,
+            run_ahead=_run_ahead(options.run_ahead, device),
+            mixed_steps=options.mixed_steps,
         )
-        log.info("loaded %s", self.info)
+        return engine, Conductor(engine, self.model, limits)
 
     def submit(self, request: EngineRequest, client: int = 0, ticket: int = -1) -> int:
         """See :meth:`Conductor.submit`."""
@@ -108,6 +122,21 @@ class EngineCore:
     def step(self) -> StepReport:
         """See :meth:`Conductor.step`."""
         return self.conductor.step()
+
+
+def _with_overrides(specs: list[NodeResourceSpec], text: str | None) -> list[NodeResourceSpec]:
+    if text is None:
+        return specs
+    try:
+        block = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise LoadError(f"option resources: not JSON: {error}") from None
+    if not isinstance(block, dict) or not all(isinstance(settings, dict) for settings in block.values()):
+        raise LoadError(f"option resources: a JSON object of objects, by resource, got {shorten(text)}")
+    try:
+        return apply_overrides(specs, block)
+    except ValueError as error:
+        raise LoadError(f"option resources: {error}") from None
 
 
 def _device(name: str) -> torch.device:

@@ -125,6 +125,13 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         doc="Make tokens equal bit for bit whatever else runs; slower (docs/performance.md).",
     ),
     Field(
+        name="resources",
+        kind="str",
+        low=2,
+        high=65536,
+        doc='Settings of the model\'s resources in one JSON object, such as {"kv_cache": {"admission_fit": "peak"}}.',
+    ),
+    Field(
         name="capture_batch_sizes",
         kind="ints",
         default=(),
@@ -253,6 +260,7 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     run_ahead: str = "auto"
     prefix_cache: bool = True
     deterministic: bool = False
+    resources: str | None = None
     capture_batch_sizes: tuple[int, ...] = ()
     num_threads: int = 0
     step_timeout_s: float = 60.0

@@ -7,7 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from mstar.conductor.report import StepReport
+from mstar.conductor.request import FinishReason
 from mstar.runtime.messages import StepTokens
+
+_RUNNING = bytes([FinishReason.RUNNING])
 
 
 class ForClient(NamedTuple):
@@ -32,5 +35,6 @@ def by_client(report: StepReport) -> list[ForClient]:
 
 
 def _message(client: int, tickets: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> ForClient:
-    ended = tickets[finish.nonzero()].tolist()  # FinishReason.RUNNING is 0
-    return ForClient(client, ended, StepTokens(tickets.tobytes(), tokens.tobytes(), finish.tobytes()))
+    told = finish.tobytes()
+    ended = tickets[finish.nonzero()].tolist() if told.strip(_RUNNING) else []
+    return ForClient(client, ended, StepTokens(tickets.tobytes(), tokens.tobytes(), told))

@@ -32,16 +32,18 @@ KNOBS: dict[str, Knob] = {
         Knob("MSTAR_INGRAPH_DECODE_ROPE", "bool", False, "build rotary tables inside a captured decode step"),
         Knob("MSTAR_KV_ADMISSION_FIT", "str", None, "overrides the admission fit", choices=("sum", "peak", "none")),
         Knob("MSTAR_KV_ADMISSION_ORDER", "str", None, "overrides the admission order", choices=("fifo", "backfill")),
-        Knob("MSTAR_KV_BACKFILL_WINDOW", "int", None, "waiting requests that backfill looks at", low=1),
-        Knob("MSTAR_KV_CHAIN_LAZY_STEPS", "int", 16, "decode steps batched before prefix chains are extended", low=1),
+        Knob("MSTAR_KV_BACKFILL_WINDOW", "int", None, "waiting requests that backfill looks at", 1, 2**20),
+        Knob(
+            "MSTAR_KV_CHAIN_LAZY_STEPS", "int", 16, "decode steps batched before prefix chains are extended", 1, 2**20
+        ),
         Knob("MSTAR_KV_PINNED_INDPTRS", "bool", False, "send FlashInfer's index arrays through a page-locked ring"),
         Knob("MSTAR_KV_PLAN_CACHE", "int", 0, "0 off, 1 incremental decode plan, 2 both, logging differences", 0, 2),
         Knob("MSTAR_SAMPLER_INGRAPH_SCATTER", "bool", False, "gather and scatter sampler state inside the graph"),
-        Knob("MSTAR_SAMPLER_SLOTS", "int", 4096, "sampler master rows when the in-graph scatter is on", low=1),
+        Knob("MSTAR_SAMPLER_SLOTS", "int", 4096, "sampler master rows when the in-graph scatter is on", 1, 2**24),
         Knob("MSTAR_GRAPH_COMPILE_MODE", "str", None, "overrides the compile mode of every graph config"),
         Knob("MSTAR_GRAPH_STRICT", "bool", False, "hold CPU replays to what a real graph would have frozen (tests)"),
         Knob("MSTAR_REQUIRE_ACCELERATOR_GRAPHS", "bool", False, "a bucket that cannot be captured fails start-up"),
-        Knob("MSTAR_NUM_SLOTS", "int", 2, "slots of double-buffered nodes", low=1),
+        Knob("MSTAR_NUM_SLOTS", "int", 2, "slots of double-buffered nodes", 1, 64),
         Knob("MSTAR_PRE_PLAN_SPEC", "bool", False, "plan the next step on a thread of its own"),
         Knob("MSTAR_KV_DEBUG_ASSERTS", "bool", False, "check page conservation at every commit"),
         Knob("MSTAR_PYTHON", "str", None, "interpreter that runs the engine process"),
@@ -72,7 +74,7 @@ def read_int(name: str) -> int:
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()):
         raise ValueError(f"{name}={shorten(text)}: must be an integer")
-    value = int(text)
+    value = int(digits[:20]) * (1 if digits == text else -1)  # 20 digits are beyond every bound
     if (knob.low is not None and value < knob.low) or (knob.high is not None and value > knob.high):
         allowed = f"{knob.low}..{knob.high}" if knob.high is not None else f">= {knob.low}"
         raise ValueError(f"{name}={shorten(text)}: must be {allowed}")
@@ -89,6 +91,14 @@ def read_str(name: str) -> str | None:
     if knob.choices and text not in knob.choices:
         raise ValueError(f"{name}={shorten(text)}: must be one of {', '.join(knob.choices)}")
     return text
+
+
+def check_all() -> None:
+    """Reads every knob, also those that nothing may come to use.  ValueError as reading one raises."""
+    readers = {"bool": read_bool, "int": read_int, "str": read_str}
+    for knob in KNOBS.values():
+        if os.environ.get(knob.name):
+            readers[knob.kind](knob.name)
 
 
 def device_loopback_enabled() -> bool:

@@ -1,10 +1,10 @@
-"""Counts by master row, whoever is raised in whatever order."""
+"""Counts and marks by master row, whoever is raised or set in whatever order."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar.conductor.row_counts import RowCounts
+from mstar.conductor.row_counts import RowCounts, RowMarks
 
 CAPACITY = 5
 SETS = [np.array(rows, np.int64) for rows in ([0, 1, 2], [2, 4], [], [3], [0, 1, 2])]
@@ -27,3 +27,18 @@ def test_deferred_sums_are_those_of_adding_at_once(actions):
         else:
             assert counts.values.tolist() == expected.tolist()
     assert counts.values.tolist() == expected.tolist()
+
+
+@given(st.lists(st.tuples(RAISE, st.integers(0, 9)) | st.tuples(st.just("write"), WRITE) | LOOK))
+def test_deferred_marks_are_those_of_setting_at_once(actions):
+    marks, expected = RowMarks(CAPACITY), np.full(CAPACITY, -1, np.int64)
+    for action in actions:
+        if action is None:
+            assert marks.values.tolist() == expected.tolist()
+        elif action[0] == "write":
+            row, mark = action[1]
+            marks.values[row] = expected[row] = mark
+        else:
+            marks.set(SETS[action[0]], action[1])
+            expected[SETS[action[0]]] = action[1]
+    assert marks.values.tolist() == expected.tolist()

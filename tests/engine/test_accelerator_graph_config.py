@@ -285,3 +285,35 @@ def test_a_region_s_call_reaches_the_engine_s_resources():
     engine_inputs = ModelInputsFromEngine((), {"attn": 1}, None)
     assert PiecewiseCallInputs({}, engine_inputs).resources == {"attn": 1}
     assert PiecewiseCallInputs({}, engine_inputs).kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: batched(capture_batch_sizes=4), "capture_batch_sizes must be a list of integers, got 4"),
+        (lambda: batched(capture_batch_sizes=["1"]), "capture_batch_sizes must be >= 1 and an integer, got '1'"),
+        (lambda: batched(capture_batch_sizes=[1.5]), "capture_batch_sizes must be >= 1 and an integer, got 1.5"),
+        (lambda: batched(total_tokens_multiplier=0), "total_tokens_multiplier must be >= 1"),
+        (lambda: batched(replay_graph_walks="pq"), "replay_graph_walks must be a list of walks, got 'pq'"),
+        (lambda: batched(additional_key_info=[1]), "additional_key_info must be hashable"),
+        (lambda: packed(lengths=[-4]), "capture_token_lengths must be >= 1"),
+        (lambda: packed(total_tokens_multiplier=-1), "total_tokens_multiplier must be >= 1"),
+        (lambda: region(PiecewiseBatchedConfig, seq_len=0), "seq_len must be >= 1"),
+        (lambda: region(PiecewiseBatchedConfig, seq_len="3"), "seq_len must be >= 1 and an integer, got '3'"),
+        (lambda: region(PiecewisePackedConfig, total_tokens=[-3]), "total_tokens must be >= 1"),
+    ],
+)
+def test_a_value_of_no_use_is_refused_by_name_when_the_config_is_built(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_repeated_token_bucket_of_a_region_is_one():
+    config = region(PiecewisePackedConfig, total_tokens=[8, 8, 4])
+    assert [(s.bs, s.total_tokens) for s in config.get_capture_shapes([1, 2])] == [(1, 8), (1, 4), (2, 8), (2, 4)]
+
+
+def test_a_negative_length_is_refused_at_replay():
+    config = region(PiecewisePackedConfig, total_tokens=[8])
+    with pytest.raises(ValueError, match="seq_lens must be >= 0"):
+        config.replay_seq_lens(config.get_capture_shapes([2])[0], [-1, 2], 2)

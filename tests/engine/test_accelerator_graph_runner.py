@@ -342,6 +342,46 @@ def test_replays_of_all_buckets_read_one_address():
     assert len(pointers) == 2
 
 
+class KeepsItsInput(ToySubmodule):
+    """Decode's tokens lie in a buffer of the slot, as a resource would keep them."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = torch.zeros(2, 16, dtype=torch.int64)
+
+    def preprocess(self, graph_walk, engine_inputs, inputs):
+        tensors = super().preprocess(graph_walk, engine_inputs, inputs)
+        if graph_walk == "decode":
+            ids = tensors["input_ids"]
+            tensors["input_ids"] = self.kept[engine_inputs.ctx.slot, : ids.numel()].copy_(ids)
+        return tensors
+
+    def static_inputs(self, graph_walk):
+        return frozenset({"input_ids"}) if graph_walk == "decode" else frozenset()
+
+
+def test_a_static_input_is_captured_where_it_lies():
+    engine, submodule, _ = make_engine(submodule=KeepsItsInput())
+    read = set()
+    submodule.hook = lambda walk, ids: read.add((walk, ids.data_ptr()))
+    infos = [request(i, [i + 1]) for i in range(3)]
+    for info in infos:
+        engine.ingest(info)
+    assert generate(engine, infos, 4) == {i: expected([i + 1], 4) for i in range(3)}
+    assert {at for walk, at in read if walk == "decode"} == {row.data_ptr() for row in submodule.kept}
+    assert not engine.eager_steps
+
+
+def test_a_static_input_that_has_moved_fails_the_step(caplog):
+    engine, submodule, _ = make_engine(submodule=KeepsItsInput())
+    info = request(0, [1])
+    engine.ingest(info)
+    submodule.kept = submodule.kept.clone()
+    engine.exec(Batch("LLM", "prefill", [info]))
+    assert not engine.exec(Batch("LLM", "decode", [info])).captured
+    assert "static input 'input_ids' has moved since the capture" in caplog.text
+
+
 def test_padding_never_changes_a_real_row():
     engine, _, toy = make_engine()
     bystander, runner = request(0, [9]), request(1, [5])

@@ -203,3 +203,22 @@ def test_a_replay_that_would_read_what_moved_since_the_capture_is_caught(caplog)
     family.head = torch.nn.Linear(*family.head.weight.shape[::-1], bias=False)  # a graph would read the old weights
     engine.exec(Batch("LLM", "decode", [info]))
     assert "not where the capture read it" in caplog.text
+
+
+def test_a_forward_that_fails_behind_a_committed_region_fails_its_rows_and_commits_nothing_twice(monkeypatch):
+    engine, family = make_family(FamilyOptions(regions=True))
+    infos = ingest(engine, {0: [1, 2, 3], 1: [7, 8]})
+    head = family._head
+
+    def fails_once(engine_inputs, x):
+        monkeypatch.setattr(family, "_head", head)
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(family, "_head", fails_once)
+    result = engine.exec(Batch("LLM", "prefill", infos))
+    assert {i: str(error) for i, error in result.errors.items()} == {0: "lost", 1: "lost"}
+    stored = engine.resources["kv_cache"].stored_len
+    assert [int(stored[info.row]) for info in infos] == [3, 2]
+    for info in infos:
+        engine.remove(info.request_id)
+    assert run(engine, ingest(engine, {2: [1, 2, 3]}), 1)[2] == family.dense_tokens([1, 2, 3], 1)

@@ -11,7 +11,7 @@ from mstar.engine.accelerator_graph_backend import CpuGraphBackend, EagerBackend
 from mstar.engine.engine import Engine
 from mstar.engine.graph_warm_up import capture_graphs
 
-from .toy import ToyOptions, ToySpec, ToySubmodule
+from .toy import ToyOptions, ToySpec, ToySubmodule, make_engine
 from .toy_regions import RegionOptions, RegionSubmodule
 
 
@@ -78,3 +78,15 @@ def test_buffers_of_all_nodes_are_sized_before_any_of_them_captures():
     assert hooks[: len(sizes)] == ["buffers"] * len(sizes)
     assert engine.dropped_buckets() == {"First": 0, "Second": 0, "Third": 0}
     assert not engine.resources["toy"].length.any()
+
+
+def test_whatever_a_resource_finds_left_behind_fails_the_start(monkeypatch):
+    engine, _, toy = make_engine(warm=False)
+
+    def validate():
+        assert toy.hooks().count("plan"), "asked before there was anything to leave behind"
+        raise RuntimeError("warm-up left 3 pages taken")
+
+    monkeypatch.setattr(toy, "post_warmup_validate", validate)
+    with pytest.raises(RuntimeError, match="left 3 pages taken"):
+        engine.warm_up()

@@ -9,7 +9,7 @@ from mstar.engine.inputs import NodeInputs
 from mstar.engine.loopback import KeptOutputs
 from mstar.engine.outputs import BatchedModelOutput
 
-from .toy import ToyOptions, expected, generate, make_engine, request
+from .toy import ToyOptions, ToySubmodule, ToyTokens, expected, generate, make_engine, request
 
 BACKENDS = {
     "eager": lambda: EagerBackend(),
@@ -107,10 +107,17 @@ def test_a_request_that_left_leaves_nothing_for_its_successor():
 
 @pytest.mark.parametrize("has_masters", [False, True])
 def test_nothing_is_kept_where_a_resource_keeps_tokens_on_the_device(has_masters, monkeypatch):
-    from .toy import ToyTokens
-
     monkeypatch.setattr(ToyTokens, "has_slot_masters", has_masters)
     engine, _, _ = make_engine(ToyOptions(is_routed=True), backend=CpuGraphBackend())
     engine.ingest(info := request(0, [1]))
     engine.exec(Batch("LLM", "prefill", [info]))
     assert engine.counters["host_loopback_rows"] == (0 if has_masters else 1)
+
+
+def test_a_node_that_does_not_read_them_there_gets_its_tokens_from_the_engine(monkeypatch):
+    monkeypatch.setattr(ToyTokens, "has_slot_masters", True)
+    monkeypatch.setattr(ToySubmodule, "reads_device_loopback", False)
+    engine, _, _ = make_engine(ToyOptions(is_routed=True), backend=CpuGraphBackend())
+    engine.ingest(info := request(0, [1]))
+    engine.exec(Batch("LLM", "prefill", [info]))
+    assert engine.counters["host_loopback_rows"] == 1

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
-from mstar.runtime.core import EngineCore
+from mstar.runtime.core import EngineCore, _run_ahead
 from mstar.runtime.messages import EngineRequest, FinishReason
 from mstar.runtime.options import EngineOptions
-from mstar.utils.errors import ErrorCode
+from mstar.utils.errors import ErrorCode, LoadError
 
 from .tiny import VOCAB, write_checkpoint
 
@@ -94,6 +95,11 @@ def test_run_ahead_is_automatic_only_beside_a_device(folder: Path, choice: str, 
     assert (limits.run_ahead, limits.mixed_steps) == (ahead, True)
 
 
+@pytest.mark.parametrize(("choice", "ahead"), [("auto", True), ("on", True), ("off", False)])
+def test_beside_a_device_run_ahead_is_on_unless_it_is_turned_off(choice: str, ahead: bool) -> None:
+    assert _run_ahead(choice, torch.device("cuda", 0)) is ahead
+
+
 @pytest.mark.parametrize("mixed", [True, False])
 def test_running_ahead_and_mixing_change_no_token(folder: Path, mixed: bool) -> None:
     requests = [request([n, n + 1, n + 2][: 1 + n % 3], seed=n, temperature=float(n % 2)) for n in range(9)]
@@ -120,3 +126,50 @@ def test_no_more_requests_run_than_the_sampler_has_rows_for(folder: Path, monkey
     for n in range(4):
         core.submit(request([n + 1]))
     assert (core.info.max_running_requests, core.conductor.num_running, core.conductor.num_queued) == (2, 2, 2)
+
+
+def test_settings_of_resources_come_from_the_option(folder: Path) -> None:
+    core = load(folder, resources='{"kv_cache": {"admission_fit": "peak", "prefix_cache": false}}')
+    config = core.engine.resources["kv_cache"].config
+    assert (config.admission_fit, config.prefix_cache) == ("peak", False)
+    assert run(core, request()) == run(load(folder), request())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{x", "option resources: not JSON"),
+        ("[]", "option resources: a JSON object of objects"),
+        ('{"kv_cache": 1}', "option resources: a JSON object of objects"),
+        ('{"cache": {}}', "option resources: unknown resource 'cache'"),
+        ('{"kv_cache": {"admission_fit": "best"}}', "option resources: resource 'kv_cache': admission_fit"),
+    ],
+)
+def test_settings_that_fit_nothing_are_a_load_error(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        load(folder, resources=text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MSTAR_KV_PLAN_CACHE", "MSTAR_DEVICE_LOOPBACK", "MSTAR_NUM_SLOTS", "MSTAR_PRE_PLAN_SPEC", "MSTAR_GRAPH_STRICT"],
+)
+def test_a_malformed_variable_is_a_load_error_that_names_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(LoadError, match=f"{name}='yes'"):
+        load(folder)
+
+
+def test_one_slot_is_too_few_for_a_sampler(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run(load(folder), request())
+    monkeypatch.setenv("MSTAR_NUM_SLOTS", "1")
+    assert run(load(folder), request()) == expected
+    assert "MSTAR_NUM_SLOTS=1: raised to 2, sampler needs double buffers" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("MSTAR_NUM_SLOTS", "3")
+    assert run(load(folder), request()) == expected
+    assert "raised" not in caplog.text

@@ -131,3 +131,18 @@ def test_no_other_module_reads_a_variable_of_the_project():
     assert {variable for _, variable in named} <= knobs.KNOBS.keys()
     read = re.compile(r"""(environ|getenv)\W*(get\W*)?["']MSTAR_""")
     assert [path.name for path in root.rglob("*.py") if read.search(path.read_text())] == ["knobs.py"]
+
+
+def test_all_are_checked_at_once_also_those_that_nothing_reads(monkeypatch):
+    knobs.check_all()
+    monkeypatch.setenv("MSTAR_SAMPLER_SLOTS", "yes")
+    with pytest.raises(ValueError, match="MSTAR_SAMPLER_SLOTS='yes'"):
+        knobs.check_all()
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "-" + "9" * 5000, str(2**63)])
+@pytest.mark.parametrize("name", [knob.name for knob in knobs.KNOBS.values() if knob.kind == "int"])
+def test_a_huge_number_is_refused_by_name(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=f"^{name}=.*must be"):
+        knobs.read_int(name)

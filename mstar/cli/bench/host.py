@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -19,15 +20,19 @@ from rich.table import Table
 
 from mstar.cli.bench.ranges import parse_counts
 from mstar.cli.bench.stub_model import CONTEXT, VOCABULARY, stub_core
+from mstar.cli.errors import InputError
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.request import EngineRequest
 from mstar.engine.phase_clock import PhaseClock
 from mstar.runtime.messages import encode
 from mstar.runtime.outgoing import by_client
+from mstar.utils import knobs
 
 CHURN_STEPS = 32  # between two groups of rows that leave and join
 COHORTS = 8
 PROMPT_TOKENS = 16
+PROMPTS = 4096  # different ones
+MOST_ROWS = 4096
 REPLAY = "replay"
 CALLS = 1000  # empty Python calls in a unit
 
@@ -76,6 +81,14 @@ def host(
         raise typer.BadParameter(f"fastest or environment, got {settings!r}", param_hint="--settings")
     if settings == "fastest":
         os.environ.update({name: value for name, value in FASTEST.items() if name not in os.environ})
+    if max(sizes) > MOST_ROWS:
+        raise typer.BadParameter(f"at most {MOST_ROWS}, got {max(sizes)}", param_hint="--rows")
+    try:
+        knobs.check_all()
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if json_file and not json_file.parent.is_dir():
+        raise InputError(f"--json: {json_file.parent} is no folder")
     torch.set_num_threads(1)
     results = [measure(count, steps, run_ahead) for count in sizes]
     _print(results, run_ahead)
@@ -122,13 +135,13 @@ class _Arrivals:
     def __init__(self, conductor: Conductor, lifetime: int) -> None:
         self._conductor = conductor
         self._lifetime = lifetime
-        self._rng = np.random.default_rng(0)
+        prompts = np.random.default_rng(0).integers(0, VOCABULARY, (PROMPTS, PROMPT_TOKENS), dtype=np.int32)
+        self._prompts = itertools.cycle([prompt.tobytes() for prompt in prompts])  # made here, off the clock
 
     def submit(self, count: int, tokens: int | None = None) -> None:
         for _ in range(count):
-            prompt = self._rng.integers(0, VOCABULARY, PROMPT_TOKENS, dtype=np.int32)
             limit = min(tokens or self._lifetime, CONTEXT - PROMPT_TOKENS)
-            self._conductor.submit(EngineRequest(prompt_ids=prompt.tobytes(), max_tokens=limit, temperature=0.0))
+            self._conductor.submit(EngineRequest(prompt_ids=next(self._prompts), max_tokens=limit, temperature=0.0))
 
 
 def _loop_once(conductor: Conductor, waiting: _Arrivals, clock: PhaseClock) -> None:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mstar.cli.assignments import parse_assignments
 from mstar.cli.bench.floor import peak_memory_bytes, read_bandwidth, reset_peak_memory, step_bytes
 from mstar.cli.bench.peer import ATTENTIONS, TransformersPeer
 from mstar.cli.bench.ranges import parse_counts
@@ -23,7 +24,7 @@ from mstar.engine.resources.kv.config import PagedKVSpec
 from mstar.model.checkpoint import open_checkpoint
 from mstar.runtime.core import EngineCore
 from mstar.runtime.messages import EngineRequest
-from mstar.runtime.options import EngineOptions
+from mstar.runtime.options import parse_options
 
 
 @dataclass(frozen=True)
@@ -61,24 +62,28 @@ def offline(
         str, typer.Option(help="auto computes from a GGUF's quantised blocks where it can; off dequantises at load")
     ] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="measured runs per batch size, after one to warm up")] = 3,
-    seed: Annotated[int, typer.Option(help="seed of the random prompt ids")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the random prompt ids")] = 0,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE of an engine option, as in config.pbtxt (run_ahead=on); repeat for several."),
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="run transformers' generate beside every run")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
 ) -> None:
     """Measure greedy generation: tok/s, ms per decode step, peak memory, and the floor of reading the weights."""
     sizes = parse_counts(batch_sizes, "--batch-sizes")
-    core = EngineCore(
-        EngineOptions(
-            model=model,
-            device=device,
-            dtype=dtype,
-            num_threads=threads,
-            quantised_weights=quantised_weights,
-            max_seq_len=input_len + output_len + 1,
-            max_running_requests=max(sizes),
-            max_batch_tokens=max(sizes) * input_len,
-        )
-    )
+    given = {
+        "model": model,
+        "device": device,
+        "dtype": dtype,
+        "num_threads": threads,
+        "quantised_weights": quantised_weights,
+        "max_seq_len": input_len + output_len + 1,
+        "max_running_requests": max(sizes),
+        "max_batch_tokens": max(sizes) * input_len,
+        "prefix_cache": False,  # every run has the same prompts
+    }
+    core = EngineCore(parse_options(given | parse_assignments(option or []))[0])
     peer = TransformersPeer(open_checkpoint(model), core.model.dtype) if compare else None
     bandwidth = read_bandwidth(torch.device(core.info.device))
     results = [measure(core, rows, input_len, output_len, repeats, seed, bandwidth, peer) for rows in sizes]

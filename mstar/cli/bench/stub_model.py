@@ -19,7 +19,7 @@ from mstar.model.registry import NODE, text_walks
 from mstar.model.text_llm import DECODE, PREFILL, TextLLM
 
 VOCABULARY = 64
-CONTEXT = 512  # tokens
+CONTEXT = 1024  # tokens
 PAGE_SIZE = 16
 BATCH_TOKENS = 2048
 

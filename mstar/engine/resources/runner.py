@@ -47,6 +47,7 @@ def build_resources(specs: Sequence[NodeResourceSpec], info: EngineResourceInfo)
 
 
 _MOST_KEPT_STEPS = 8  # those of unchanged batches take turns: a few walks, each on two slots
+_HOOKS = ("admit", "commit", "abandon")  # those that few resources have
 _Part = tuple[str, Resource, ResourceStep]
 
 
@@ -83,6 +84,7 @@ class StepRunner:
         self._resources = [(spec.resource_key, resources[spec.resource_key]) for spec in ordered]
         self._ahead = [resource for _, resource in self._resources if resource.supports_preplan]
         self._keys = frozenset(key for key, _ in self._resources)
+        self._having = {hook: {key for key, each in self._resources if _overrides(each, hook)} for hook in _HOOKS}
         self._kept: dict[int, _Parts] = {}  # by the step's id
 
     def admit(self, step: SubmoduleStep, ctx: StepContext, promoted: bool = False) -> tuple[AdmitOutcome, str | None]:
@@ -164,10 +166,8 @@ class StepRunner:
             raise KeyError(f"the step names unknown resources: {', '.join(unknown)}")
         every = tuple((key, resource, step.steps[key]) for key, resource in self._resources if key in step.steps)
 
-        def having(hook: str) -> tuple[_Part, ...]:
-            return tuple(part for part in every if _overrides(part[1], hook))
-
-        return _Parts(step, every, having("admit"), having("commit"), having("abandon"))
+        admit, commit, abandon = (tuple([part for part in every if part[0] in self._having[hook]]) for hook in _HOOKS)
+        return _Parts(step, every, admit, commit, abandon)
 
 
 def _overrides(resource: Resource, hook: str) -> bool:

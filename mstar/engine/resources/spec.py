@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,30 @@ class NodeResourceSpec:
             TypeError: this kind of resource takes no overrides.
         """
         raise TypeError(f"resource {self.resource_key!r} takes no overrides, got {sorted(overrides)}")
+
+
+def apply_overrides(
+    specs: Sequence[NodeResourceSpec], overrides: Mapping[str, Mapping[str, Any]]
+) -> list[NodeResourceSpec]:
+    """Specs with the settings that ``overrides`` gives by resource key.
+
+    Raises:
+        ValueError: an unknown key, or a setting that the resource does not have or refuses; names both.
+    """
+    unknown = sorted(overrides.keys() - {spec.resource_key for spec in specs})
+    if unknown:
+        known = ", ".join(sorted(spec.resource_key for spec in specs))
+        raise ValueError(f"unknown resource {unknown[0]!r}; this model has {known}")
+    return [_overridden(spec, overrides.get(spec.resource_key)) for spec in specs]
+
+
+def _overridden(spec: NodeResourceSpec, settings: Mapping[str, Any] | None) -> NodeResourceSpec:
+    if settings is None:
+        return spec
+    try:
+        return spec.apply_yaml_overrides(**settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"resource {spec.resource_key!r}: {error}") from error
 
 
 class ResourceReqConfig:

@@ -147,6 +147,10 @@ class StepContext:
         if segments is None:
             rows = LabelRows(MAIN_LABEL, self.padded_request_ids, self.rows, self.spans, self.num_real)
             return {MAIN_LABEL: rows}
+        ids, labels, spans = zip(*segments, strict=True) if segments else ((), (), ())
+        if ids == self.padded_request_ids and labels.count(labels[0]) == len(labels):  # each row once, in order
+            rows = LabelRows(labels[0], ids, self.rows, np.array(spans, np.int64), self.num_real)
+            return {rows.label: rows}
         by_label: dict[str, list[Segment]] = {}
         for segment in segments:
             by_label.setdefault(segment.label, []).append(segment)

@@ -67,7 +67,7 @@ class PagedDecode:
         self._capacity = -1  # query tokens that the kernel's own arrays have room for
         self._ends = self._firsts = self._costs = np.empty(0, np.int64)
         self._has_firsts = False
-        self._pages = self._page_starts = np.empty(0, np.int32)
+        self._pages = self._page_starts = self._starts = np.empty(0, np.int32)
         self._tokens = -1  # of the last plan
 
     def plan(
@@ -83,7 +83,8 @@ class PagedDecode:
         Args:
             ends: int64 [B], the position after the last one each token sees; 0 gives zeros.
             pages: int32, pages of all rows; read where it lies, so it must stay as it is until the step is over.
-            page_starts: int32 [B] or longer, where in ``pages`` those of the token's row begin; likewise.
+            page_starts: int32 [B] or longer, where in ``pages`` those of the token's row begin; copied, unless it is
+                the array of the last plan.
             firsts: int64 [B], the first position each token sees, below its end; None for 0.
             stores: whether ``k`` and ``v`` belong at position ``ends - 1`` and are stored there first.  Otherwise
                 they must be in the cache already.
@@ -102,8 +103,8 @@ class PagedDecode:
             self._pages = np.ascontiguousarray(pages)
             arguments[_PAGES] = self._pages.ctypes.data
         if page_starts is not self._page_starts or tokens != self._tokens:
-            self._page_starts, self._tokens = np.ascontiguousarray(page_starts), tokens
-            arguments[_PAGE_STARTS] = self._page_starts.ctypes.data
+            self._page_starts, self._tokens = page_starts, tokens
+            self._starts[:tokens] = page_starts[:tokens]
             self._share(ends, firsts)
         arguments[_ROWS], arguments[_STORES] = tokens, stores
         return self
@@ -145,6 +146,8 @@ class PagedDecode:
         self._ends, self._firsts, self._costs = (np.zeros(n, np.int64) for n in (tokens, tokens, tokens + 1))
         arrays = (self._ends, self._firsts, self._costs)
         self._arguments[_LENGTHS : _COSTS + 1] = [array.ctypes.data for array in arrays]
+        self._starts = np.zeros(tokens, np.int32)
+        self._arguments[_PAGE_STARTS] = self._starts.ctypes.data
 
     def _reserve_scores(self, longest: int) -> None:
         """Scratch for each thread and tokens that see up to ``longest`` positions."""

@@ -1,12 +1,14 @@
 """Attention and positions through whole steps: what a model sees equals plain attention over each request alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar.engine.resources.attention.config import AttentionConfig, AttentionSpec, AttentionStep
-from mstar.engine.resources.attention.plan import SHORT_ROW
+from mstar.engine.resources.attention.plan import SHORT_ROW, LabelPlan
 from mstar.engine.resources.base import EngineResourceInfo
 from mstar.engine.resources.kv.config import KVStep
 from mstar.engine.resources.step import Segment, SubmoduleStep
@@ -257,6 +259,31 @@ def test_cross_attention_reads_a_label_without_growing_it(queries, deterministic
                 for t, c, n, m in rows
             ]
             torch.testing.assert_close(out[layer], torch.cat(wanted), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_an_unchanged_batch_decodes_on_as_each_request_alone(window, monkeypatch):
+    followed = []
+    follow = LabelPlan.follow
+    monkeypatch.setattr(LabelPlan, "follow", lambda *args: followed.append(follow(*args)) or followed[-1])
+    rig = Rig(window=window)
+    rig.reserve(8, 16)
+    for rid in (1, 2):
+        rig.join(rid, rid)
+    streams, step = Streams(rig, [1, 2]), rig.step(*NO_SAMPLER)
+    rig.run([1, 2], [5, 2], streams.forward, step=step)
+    contexts = [rig.context([1, 2, -2], [1, 1, 1], slot=slot) for slot in (0, 1)]
+    contexts = [replace(ctx, request_ids=(1, 2)) for ctx in contexts]
+    for i in range(12):
+        streams.done = {1: 5 + i, 2: 2 + i}
+        ctx = contexts[i % 2]
+        assert rig.runner.admit(step, ctx)[0].ok
+        rig.runner.plan(step, ctx)
+        out = streams.forward(rig, ctx)
+        rig.runner.commit(step, ctx)
+        for at, (rid, start) in enumerate(streams.done.items()):
+            torch.testing.assert_close(out[:, at], streams.expected(rid, start, 1, window)[:, 0], rtol=1e-4, atol=1e-5)
+    assert any(followed) or rig.attn._kernel is None
 
 
 def cross_step(rig, attention):

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar.engine.resources.kv.config import Fork, KVStep, Retention
+from mstar.engine.resources.kv.moving_plan import inserted
 from mstar.engine.resources.kv.plan import host_plan
-from mstar.engine.resources.kv.plan_cache import differences, inserted
+from mstar.engine.resources.kv.plan_cache import differences
 from mstar.engine.resources.kv.step_rows import step_rows
 from mstar.engine.resources.step import LabelRows, Segment, SubmoduleStep
 

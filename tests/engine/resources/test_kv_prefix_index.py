@@ -287,6 +287,39 @@ prompts = st.lists(st.integers(0, 1), max_size=14)
 
 @settings(max_examples=150, deadline=None)
 @given(
+    written=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), min_size=1, max_size=8),
+    used=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 5))),
+    at_once=st.integers(1, 5),
+)
+def test_pages_go_leaf_by_leaf_the_longest_unused_first(written, used, at_once):
+    """Prompts are paths in a tree of pages; ``used`` looks up the beginning of one."""
+    cache = Cache(pages=64)
+    last_use: dict[tuple[int, ...], tuple[int, int]] = {}
+    for path in written:
+        cache.leave(cache.write(np.repeat(path, SIZE))[0])
+        for depth in range(1, len(path) + 1):
+            last_use.setdefault(tuple(path[:depth]), (len(last_use), depth))
+    for time, (i, depth) in enumerate(used, start=64):
+        path = written[i % len(written)][:depth]
+        match = cache.index.match(np.append(np.repeat(path, SIZE), 9))
+        cache.index.lease(match)
+        cache.index.release(match)
+        last_use.update({tuple(path[:end]): (time, 0) for end in range(1, len(path) + 1)})
+
+    def is_there(path):
+        return len(cache.found(np.append(np.repeat(path, SIZE), 9))) == len(path)
+
+    while last_use:
+        for _ in range(min(at_once, len(last_use))):
+            leaves = [path for path in last_use if not any(other[:-1] == path for other in last_use)]
+            del last_use[min(leaves, key=lambda path: last_use[path])]
+        cache.index.evict(at_once)
+        everything = {tuple(path[:end]) for path in written for end in range(1, len(path) + 1)}
+        assert {path for path in everything if is_there(path)} == last_use.keys()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
     st.lists(st.tuples(st.sampled_from(["write", "leave", "lease", "unlease", "evict"]), prompts, st.integers(0, 9)))
 )
 def test_what_the_index_can_free_is_what_it_says(operations):

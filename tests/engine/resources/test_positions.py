@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mstar.engine.resources.kv.config import Fork, KVStep
 from mstar.engine.resources.positions.config import PositionConfig, PositionSpec, PositionStep
+from mstar.engine.resources.positions.rotary import Positions
 from mstar.engine.resources.step import Segment, SubmoduleStep
 from mstar.kernels import rope
 from mstar.kernels.rope_frequencies import dynamic_bases, frequencies_of, inverse_frequencies
@@ -262,6 +263,19 @@ def test_heads_turn_by_the_configured_rule(config: PositionConfig) -> None:
             frequencies = rows.repeat_interleave(torch.tensor(spans), 0)
         expected = rope.rotate(x, *rope.cos_sin(at, frequencies, config.interleave, factor=factor), config.interleave)
         assert all(torch.equal(half, expected) for half in rotated)
+
+
+@pytest.mark.parametrize("ends", [(1, 511, 512, 513), (4000, 100), (32768,), (40000, 300)])
+def test_tables_that_are_looked_up_are_those_that_would_be_computed(ends: tuple[int, ...]) -> None:
+    rotary = rig_of().rope._rotary
+    for end in ends:
+        positions = torch.arange(max(end - 20, 0), end)
+        computed = rotary.tables(Positions(positions, None))
+        found = rotary.tables(Positions(positions, None, end=end))
+        out = tuple(torch.empty_like(table) for table in computed)
+        rotary.tables(Positions(positions, None, end=end), out)
+        for each in (found, out):
+            assert all(torch.equal(a, b) for a, b in zip(each, computed, strict=True))
 
 
 def test_queries_and_keys_side_by_side_rotate_as_apart() -> None:

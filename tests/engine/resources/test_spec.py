@@ -9,7 +9,7 @@ from mstar.engine.resources.attention.config import AttentionSpec
 from mstar.engine.resources.kv.config import PagedKVConfig, PagedKVSpec
 from mstar.engine.resources.positions.config import PositionSpec
 from mstar.engine.resources.sampler.config import SamplerSpec
-from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
+from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig, apply_overrides
 
 KV = PagedKVConfig(num_layers=1, num_kv_heads=1, head_dim=8, max_seq_len=16)
 
@@ -74,3 +74,24 @@ def test_declaring_loads_no_kernels_and_no_torch(module):
         "print([m for m in sys.modules if m.startswith(heavy)])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_overrides_patch_the_named_specs_and_leave_the_others():
+    specs = [PagedKVSpec("kv", {"LLM"}, KV), PositionSpec("rope", {"LLM"})]
+    kv, rope = apply_overrides(specs, {"kv": {"admission_fit": "peak"}})
+    assert kv.config.admission_fit == "peak"
+    assert kv.nodes == {"LLM"}
+    assert rope is specs[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"cache": {}}, "unknown resource 'cache'; this model has kv, rope"),
+        ({"kv": {"admision_fit": "peak"}}, "'kv'.*admision_fit"),
+        ({"kv": {"page_size": 0}}, "'kv': page_size"),
+    ],
+)
+def test_overrides_that_fit_nothing_are_refused_by_name(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        apply_overrides([PagedKVSpec("kv", {"LLM"}, KV), PositionSpec("rope", {"LLM"})], overrides)

@@ -42,6 +42,7 @@ class AttentionManager(Resource):
         self._shape = AttentionShape(kv.config.page_size, GATHER_BYTES // token_bytes, info.device, info.dtype)
         self._scratch = torch.empty(0, dtype=kv.cache.dtype, device=info.device)
         self._kernels: dict[tuple[str, int], PagedDecode] = {}  # by label and slot, kept for what they keep
+        self._of_slot: dict[tuple[str, int], LabelPlan] = {}  # the last that can be followed, by label and slot
         self._plans: dict[str, LabelPlan] = {}
         self._last_rows: dict[str, torch.Tensor] = {}
         self._staged: tuple[dict[str, LabelPlan], dict[str, torch.Tensor]] | None = None
@@ -61,9 +62,7 @@ class AttentionManager(Resource):
         plans, last_rows = {}, {}
         for label, cache_plan in cache_plans.items():
             spans = _query_spans(cache_plan, own_rows.get(label))
-            plans[label] = plan = LabelPlan(
-                cache_plan, spans, step.causal, self.config, self._shape, self._kernel_of(label, ctx.slot)
-            )
+            plans[label] = plan = self._planned(label, cache_plan, spans, step.causal, ctx.slot)
             # A packed capture has the gather in its graph, also when every prompt is one token long.
             if ctx.is_packed or not plan.is_decode:
                 last_rows[label] = self._last_tokens(label, spans, ctx)
@@ -121,8 +120,18 @@ class AttentionManager(Resource):
         for buffer in self._last_index.values():
             buffer.reserve(self._max_bs)
 
+    def _planned(self, label: str, cache_plan: KVPlan, spans: np.ndarray, causal: bool, slot: int) -> LabelPlan:
+        """A plan for a step on ``slot``, in place of the last one there; that of another slot's step may still run."""
+        plan = self._of_slot.get((label, slot))
+        if plan is None or not plan.follow(cache_plan, spans, causal):
+            kernel = self._kernel_of(label, slot)
+            plan = LabelPlan(cache_plan, spans, causal, self.config, self._shape, kernel)
+            if plan.can_follow:
+                self._of_slot[label, slot] = plan
+        return plan
+
     def _kernel_of(self, label: str, slot: int) -> PagedDecode | None:
-        """What plans and calls the kernel for steps on ``slot``; a step may be planned there while another's runs."""
+        """What plans and calls the kernel for steps on ``slot``."""
         if self._kernel is None:
             return None
         kernel = self._kernels.get((label, slot))

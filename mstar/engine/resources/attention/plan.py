@@ -28,7 +28,8 @@ class AttentionShape:
 
 
 class LabelPlan:
-    """One label's planned attention, the same for all layers; ``layer`` is the next one.
+    """One label's planned attention, the same for all layers; ``layer`` is the next one.  ``can_follow``: whether
+    :meth:`follow` has any use.
 
     Leading rows of one new token go through the paged kernel, which stores their keys and values itself; the other
     rows through groups of equal shape, or through the kernel too while all are short.  Deterministic plans send every
@@ -84,10 +85,26 @@ class LabelPlan:
                 own_keys=own_keys,
                 by_token=config.deterministic,
             )
+        # Rows of one token through the kernel alone: all else here hangs on the spans.
+        self.can_follow = own_keys and self.is_decode and lead_rows == spans.size > 0
+        self._spans, self._causal, self._window = spans, causal, window
         num_new = kv.spans.size if kv.is_decode else int(kv.spans.sum())
         self._stored = slice(stored_by_kernel, num_new) if stored_by_kernel < num_new else None
         if self._stored is not None:
             self._key_index, self._value_index = kv.key_index[self._stored], kv.value_index[self._stored]
+
+    def follow(self, kv: KVPlan, spans: np.ndarray, causal: bool) -> bool:
+        """Plans the same rows' next token in place, where that spares most of the work; whether it did.
+
+        No step may still need what was planned before.
+        """
+        if not self.can_follow or spans is not self._spans or kv.spans is not spans or causal is not self._causal:
+            return False
+        assert self._kernel is not None
+        self.kv, self.layer = kv, 0
+        indptrs, ends = kv.indptrs, kv.kv_lens
+        self._kernel.plan(ends, indptrs.paged_kv_indices, indptrs.paged_kv_indptr, first_seen(ends, self._window))
+        return True
 
     def attend(
         self, layer: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scratch: torch.Tensor

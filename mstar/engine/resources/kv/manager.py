@@ -85,6 +85,7 @@ class PagedKVManager(KVQuestions, Resource):
         self._configs: dict[int, KVReqConfig] = {}
         self._row_of: dict[int, int] = {}
         self._kept_rows = KeptRows(self._streams, info.capacity)
+        self._resolved: tuple[StepContext, KVStep, StepRows] | None = None  # what the last hook looked up
         self._ahead: StepContext | None = None  # of the step that was admitted ahead
         self._staged: _Staged | None = None
         self._plan_cache_mode = knobs.kv_plan_cache()
@@ -375,7 +376,12 @@ class PagedKVManager(KVQuestions, Resource):
                 self._forget_chains(np.array([stream]))
 
     def _rows_of_step(self, step: KVStep, ctx: StepContext) -> StepRows:
-        return self._kept_rows.of(ctx.labels(step), step.combined_labels)
+        last = self._resolved
+        if last is not None and last[0] is ctx and last[1] is step:
+            return last[2]
+        rows = self._kept_rows.of(ctx.labels(step), step.combined_labels)
+        self._resolved = ctx, step, rows
+        return rows
 
     # Captured steps, and checks.
 

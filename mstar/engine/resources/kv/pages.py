@@ -117,9 +117,15 @@ class PageArena:
         """bool [n]"""
         return self._sealed[pages]
 
-    def is_idle(self, page: int) -> bool:
-        """Whether the prefix index alone owns ``page``."""
-        return bool(self._sealed[page] and self._owners[page] == 1)
+    def free_idle(self, pages: np.ndarray) -> None:
+        """:meth:`release` of distinct idle pages, by the prefix index."""
+        with self._lock:
+            assert (self._sealed[pages] & (self._owners[pages] == 1)).all(), "a page in use is evicted"
+            self._owners[pages] = 0
+            self._sealed[pages] = False
+            self._num_idle -= pages.size
+            self._put_behind(pages)
+            self._version += 1
 
     def owners(self, pages: np.ndarray) -> np.ndarray:
         """Owner counts, int32 [n]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ from mstar.engine.resources.kv.step_rows import PlannedRows
 from mstar.engine.resources.ragged import indptr, ragged_arange
 
 
-@dataclass(eq=False)
 class PagedIndptrs:
     """Which pages each of ``B`` rows reads, as FlashInfer takes it: int32 NumPy arrays on the host.
 
@@ -19,13 +19,29 @@ class PagedIndptrs:
     ``paged_kv_indices[paged_kv_indptr[i] : paged_kv_indptr[i + 1]]``, of which the last holds
     ``paged_kv_last_page_len[i]`` tokens: ``page_size`` when it is full, 0 only when the row has no page.  Pages that
     the row doesn't own are the sink page.  ``kv_lens`` is ``max(pages - 1, 0) * page_size + last_page_len``.
+
+    ``page_size`` int32 [1].
     """
 
-    qo_indptr: np.ndarray  # [B + 1]
-    paged_kv_indptr: np.ndarray  # [B + 1]
-    paged_kv_indices: np.ndarray  # [pages of all rows]
-    paged_kv_last_page_len: np.ndarray  # [B]
-    kv_lens: np.ndarray  # [B], new tokens included; iterating it gives NumPy scalars, which FlashInfer's plan wants
+    def __init__(
+        self,
+        qo_indptr: np.ndarray,  # [B + 1]
+        paged_kv_indptr: np.ndarray,  # [B + 1]
+        paged_kv_indices: np.ndarray,  # [pages of all rows]
+        kv_lens: np.ndarray,  # [B], new tokens included; iterated: NumPy scalars, which FlashInfer's plan wants
+        page_size: np.ndarray,
+    ) -> None:
+        self.qo_indptr = qo_indptr
+        self.paged_kv_indptr = paged_kv_indptr
+        self.paged_kv_indices = paged_kv_indices
+        self.kv_lens = kv_lens
+        self.page_size = page_size
+
+    @cached_property
+    def paged_kv_last_page_len(self) -> np.ndarray:
+        """[B]; made when somebody asks, which the kernels of the CPU never do."""
+        whole_pages = np.maximum(np.diff(self.paged_kv_indptr) - 1, 0)
+        return self.kv_lens - whole_pages * self.page_size
 
 
 @dataclass(eq=False)
@@ -76,20 +92,25 @@ def host_plan(rows: PlannedRows, stored_len: np.ndarray, table: np.ndarray, page
     kv_indptr = indptr(pages)
     width = table.shape[1]
     first = rows.streams * width
-    if pages.size and pages.max() > width:  # a padding row of a capture wider than any stream: all of it is sink
-        flat = np.repeat(first, pages) + np.minimum(ragged_arange(pages), width - 1)
+    longest = np.maximum.reduce(pages, initial=0)
+    if longest > width:  # a padding row of a capture wider than any stream: all of it is sink
+        flat = first.repeat(pages) + np.minimum(ragged_arange(pages), width - 1)
     else:
-        flat = np.repeat(first - kv_indptr[:-1], pages)
+        flat = (first - kv_indptr[:-1]).repeat(pages)
         flat += np.arange(flat.size)
-    last_page_len = kv_lens - np.maximum(pages - 1, 0) * page_size
     arrays = PagedIndptrs(
         qo_indptr=rows.qo_indptr,
         paged_kv_indptr=kv_indptr.astype(np.int32),
         paged_kv_indices=table.reshape(-1).take(flat),
-        paged_kv_last_page_len=last_page_len.astype(np.int32),
         kv_lens=kv_lens.astype(np.int32),
+        page_size=np.array([page_size], np.int32),
     )
-    return HostPlan(starts, kv_lens, arrays, write_addresses(rows, starts, table, page_size))
+    if rows.is_decode:  # each row's token is the last of its last page
+        last_page = arrays.paged_kv_indices[kv_indptr[1:] - 1].astype(np.int64)
+        addresses = last_page * (2 * page_size) + (starts - (pages - 1) * page_size)
+    else:
+        addresses = write_addresses(rows, starts, table, page_size)
+    return HostPlan(starts, kv_lens, arrays, addresses)
 
 
 def write_addresses(rows: PlannedRows, starts: np.ndarray, table: np.ndarray, page_size: int) -> np.ndarray:
@@ -98,11 +119,8 @@ def write_addresses(rows: PlannedRows, starts: np.ndarray, table: np.ndarray, pa
     ``starts`` int64 [B] tokens stored before.  Positions past a stream's last column, which only padding rows have,
     take its last page.
     """
-    if rows.is_decode:
-        of_token, position = rows.streams, starts
-    else:
-        of_token = np.repeat(rows.streams, rows.spans)
-        position = np.repeat(starts, rows.spans) + ragged_arange(rows.spans)
+    of_token = rows.streams.repeat(rows.spans)
+    position = starts.repeat(rows.spans) + ragged_arange(rows.spans)
     page = position // page_size
     offset = position - page * page_size
     if page.size and int(page.max()) >= table.shape[1]:

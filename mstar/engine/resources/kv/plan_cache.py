@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import numpy as np
 
-from mstar.engine.resources.kv.plan import HostPlan, PagedIndptrs
-from mstar.engine.resources.kv.step_rows import PlannedRows, StepRows
+from mstar.engine.resources.kv.moving_plan import MovingPlan
+from mstar.engine.resources.kv.plan import HostPlan
+from mstar.engine.resources.kv.step_rows import StepRows
 from mstar.engine.resources.kv.streams import Streams
 
 log = logging.getLogger(__name__)
 
 OFF, ON, COMPARE = 0, 1, 2
+
+_ARRAYS = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "kv_lens")
 
 
 @dataclass(eq=False)
@@ -32,7 +35,7 @@ class _Entry:
     generations: np.ndarray
     steps: int
     epoch: int
-    plans: list[HostPlan]
+    moving: list[MovingPlan]
     owner: object
     is_void: bool = False
 
@@ -55,7 +58,7 @@ class PlanCache:
     def __init__(self, mode: int, page_size: int) -> None:
         self.mode = mode
         self.stats: Counter[str] = Counter(hit=0, miss=0, mismatch=0)
-        self._page_size = np.array([page_size], np.int32)
+        self._page_size = page_size
         self._entries: dict[Hashable, _Entry] = {}
 
     def plan(
@@ -77,17 +80,20 @@ class PlanCache:
         entry = self._entries.get(layout)
         if entry is not None and self._follows(entry, rows, streams):
             self.stats["hit"] += 1
-            table, size = streams.page_table, self._page_size
-            plans = [advanced(plan, part, table, size) for plan, part in zip(entry.plans, rows.planned, strict=True)]
+            plans = [moving.next(streams.page_table) for moving in entry.moving]
             if self.mode == COMPARE:
-                plans = self._compared(plans, full(rows), rows.planned)
-            entry.rows, entry.plans, entry.owner = rows, plans, owner
+                plans = self._compared(plans, full(rows), entry)
+            entry.rows, entry.owner = rows, owner
             return plans
         if entry is not None:
             self.stats["miss"] += 1
         plans = full(rows)
-        self._entries[layout] = _Entry(rows, streams.generation[rows.streams], 0, streams.epoch, plans, owner)
+        moving = self._moving(plans, rows)
+        self._entries[layout] = _Entry(rows, streams.generation[rows.streams], 0, streams.epoch, moving, owner)
         return plans
+
+    def _moving(self, plans: list[HostPlan], rows: StepRows) -> list[MovingPlan]:
+        return [MovingPlan(plan, part, self._page_size) for plan, part in zip(plans, rows.planned, strict=True)]
 
     def committed(self, owner: object, streams: Streams, epoch_before: int) -> None:
         """Step ``owner`` has moved the generations of its real streams by 1 each, and the epoch from
@@ -117,59 +123,20 @@ class PlanCache:
             and entry.is_as_committed(streams)
         )
 
-    def _compared(self, quick: list[HostPlan], full: list[HostPlan], rows: Sequence[PlannedRows]) -> list[HostPlan]:
-        for part, a, b in zip(rows, quick, full, strict=True):
+    def _compared(self, quick: list[HostPlan], full: list[HostPlan], entry: _Entry) -> list[HostPlan]:
+        for part, a, b in zip(entry.rows.planned, quick, full, strict=True):
             differing = differences(a, b)
             if differing:
                 self.stats["mismatch"] += 1
                 log.error("label %r: the cached plan differs from the full one in %s", part.label, ", ".join(differing))
+                entry.moving = self._moving(full, entry.rows)
         return full
-
-
-def advanced(plan: HostPlan, rows: PlannedRows, table: np.ndarray, page_size: np.ndarray) -> HostPlan:
-    """The plan of the step after ``plan``, whose rows all appended one token and append one more.
-
-    Padding rows stay where they are: on the sink page, one token long.  ``page_size`` int32 [1]: an array is compared
-    in half the time that a number takes.
-    """
-    arrays = plan.indptrs
-    starts = plan.starts + rows.is_real if rows.has_padding else plan.kv_lens
-    addresses = plan.addresses + rows.is_real
-    last_page_len = arrays.paged_kv_last_page_len + rows.is_real32
-    kv_indptr, indices = arrays.paged_kv_indptr, arrays.paged_kv_indices
-    is_crossing = last_page_len > page_size
-    (crossing,) = is_crossing.nonzero()
-    if crossing.size:
-        last_page_len[crossing] = 1
-        behind = crossing + 1
-        ends = kv_indptr[behind]
-        pages = table[rows.streams[crossing], ends - kv_indptr[crossing]]
-        addresses[crossing] = pages.astype(np.int64) * (2 * page_size)
-        indices = inserted(indices, ends, pages)
-        more = np.zeros(kv_indptr.size, np.int32)
-        more[behind] = 1
-        kv_indptr = np.add.accumulate(more, out=more) + kv_indptr
-    kv_lens32 = arrays.kv_lens + rows.is_real32
-    indptrs = PagedIndptrs(arrays.qo_indptr, kv_indptr, indices, last_page_len, kv_lens32)
-    return HostPlan(starts, plan.kv_lens + rows.is_real, indptrs, addresses)
-
-
-def inserted(array: np.ndarray, before: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """``array`` [n] with ``values[i]`` before element ``before[i]``; ``before`` [k] in ascending order."""
-    out = np.empty(array.size + values.size, array.dtype)
-    is_old = np.empty(out.size, bool)
-    is_old.fill(True)
-    at = before + np.arange(values.size)
-    is_old[at] = False
-    out[at] = values
-    out[is_old] = array
-    return out
 
 
 def differences(a: HostPlan, b: HostPlan) -> list[str]:
     """Names of the arrays in which two plans differ, in value, shape or type."""
     pairs = [(f.name, getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a) if f.name != "indptrs"]
-    pairs += [(f.name, getattr(a.indptrs, f.name), getattr(b.indptrs, f.name)) for f in dataclasses.fields(a.indptrs)]
+    pairs += [(name, getattr(a.indptrs, name), getattr(b.indptrs, name)) for name in _ARRAYS]
     return [
         name
         for name, x, y in pairs

@@ -109,13 +109,15 @@ class Planner:
     def _pinned(self, arrays: PagedIndptrs, ring: PinnedRing) -> PagedIndptrs:
         # Four arrays of each label are on their way per slot, and those of one more label while it is planned.
         ring.ensure_depth(4 * len(self._buffers) * self._num_slots + 4)
-        return PagedIndptrs(
+        pinned = PagedIndptrs(
             qo_indptr=ring.take(arrays.qo_indptr),
             paged_kv_indptr=ring.take(arrays.paged_kv_indptr),
             paged_kv_indices=ring.take(arrays.paged_kv_indices),
-            paged_kv_last_page_len=ring.take(arrays.paged_kv_last_page_len),
             kv_lens=arrays.kv_lens,
+            page_size=arrays.page_size,
         )
+        pinned.paged_kv_last_page_len = ring.take(arrays.paged_kv_last_page_len)
+        return pinned
 
     def _buffer(self, label: str) -> StepBuffer:
         buffer = self._buffers.get(label)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from mstar.engine.resources.kv.streams import Streams
 from mstar.engine.resources.ragged import indptr
-from mstar.engine.resources.step import LabelRows
+from mstar.engine.resources.step import MAIN_LABEL, LabelRows
 
+_ONLY_MAIN = {MAIN_LABEL}
 _MOST_KEPT = 32  # declarations of unchanged batches: a few walks, each on two slots
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PlannedRows:
     """The rows of one plan label, in the order in which they are planned, and what follows from their spans alone."""
 
@@ -31,12 +33,11 @@ class PlannedRows:
     is_decode: bool  # every row has exactly one new token
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepRows:
     """All segments of a step: by plan label, and those of real rows, label by label, as arrays int64 [n]."""
 
     planned: tuple[PlannedRows, ...]
-    layout: tuple[tuple[str, bytes], ...]  # each plan label, and which of its rows are real
     rows: np.ndarray
     streams: np.ndarray
     spans: np.ndarray
@@ -45,6 +46,11 @@ class StepRows:
     main: np.ndarray  # those of them that are of label "main"
     is_decode: bool  # every row of every label, padding included, has exactly one new token
     real_of_label: tuple[tuple[LabelRows, np.ndarray], ...]  # with the positions of its real rows
+
+    @cached_property
+    def layout(self) -> tuple[tuple[str, bytes], ...]:
+        """Each plan label, and which of its rows are real."""
+        return tuple((part.label, part.is_real.tobytes()) for part in self.planned)
 
     def owner_of(self, index: int) -> tuple[int, str]:
         """Request id and label of real segment ``index``."""
@@ -76,7 +82,7 @@ class KeptRows:
             self._kept.clear()
             self._arrays.clear()
         rows = step_rows(labels, combined, self._streams, self._capacity)
-        rows = replace(rows, streams=self._arrays.setdefault(rows.streams.tobytes(), rows.streams))
+        rows.streams = self._arrays.setdefault(rows.streams.tobytes(), rows.streams)
         self._kept[id(labels)] = (labels, combined, rows)  # the reference keeps the id from being another's
         return rows
 
@@ -94,22 +100,20 @@ def step_rows(
         _planned(plan_label, group, [of_label[rows.label] for rows in group], capacity)
         for plan_label, group in group_by_plan_label(labels, combined).items()
     )
-    real_of_label = tuple((rows, np.flatnonzero(rows.rows < capacity)) for rows in labels.values())
+    is_decode = all(part.is_decode for part in planned)
+    real_of_label = tuple((rows, (rows.rows < capacity).nonzero()[0]) for rows in labels.values())
     real_rows = joined([_taken(rows.rows, real) for rows, real in real_of_label])
     real_streams = joined([_taken(of_label[rows.label], real) for rows, real in real_of_label])
     spans = joined([_taken(rows.spans, real) for rows, real in real_of_label])
-    growing = real_streams if spans.all() else real_streams[spans > 0]
-    is_main = growing < streams.total_rows
-    is_decode = all(part.is_decode for part in planned)
+    growing = real_streams if is_decode or spans.all() else real_streams[spans > 0]
     return StepRows(
         planned=planned,
-        layout=tuple((part.label, part.is_real.tobytes()) for part in planned),
         rows=real_rows,
         streams=real_streams,
         spans=spans,
         growing=growing,
         block=_block(real_streams) if is_decode else None,
-        main=growing if is_main.all() else growing[is_main],
+        main=growing if labels.keys() == _ONLY_MAIN else growing[growing < streams.total_rows],
         is_decode=is_decode,
         real_of_label=real_of_label,
     )
@@ -123,6 +127,8 @@ def group_by_plan_label(
     Raises:
         KeyError: a combined label without segments.
     """
+    if not combined:
+        return {label: (rows,) for label, rows in labels.items()}
     taken = {source for sources in combined for source in sources}
     groups: dict[str, tuple[LabelRows, ...]] = {label: (rows,) for label, rows in labels.items() if label not in taken}
     for sources, plan_label in combined.items():
@@ -141,7 +147,8 @@ def joined(parts: list[np.ndarray]) -> np.ndarray:
 def _planned(label: str, group: tuple[LabelRows, ...], streams: list[np.ndarray], capacity: int) -> PlannedRows:
     rows = joined([part.rows for part in group])
     spans = joined([part.spans for part in group])
-    qo_indptr = indptr(spans)
+    is_decode = np.count_nonzero(spans == 1) == spans.size
+    qo_indptr = np.arange(spans.size + 1, dtype=np.int32) if is_decode else indptr(spans).astype(np.int32)
     is_real = rows < capacity
     return PlannedRows(
         label=label,
@@ -150,11 +157,11 @@ def _planned(label: str, group: tuple[LabelRows, ...], streams: list[np.ndarray]
         spans=spans,
         is_real=is_real.astype(np.int64),
         is_real32=is_real.astype(np.int32),
-        has_padding=not is_real.all(),
+        has_padding=np.count_nonzero(is_real) < is_real.size,
         num_real=sum(part.num_real for part in group),
-        qo_indptr=qo_indptr.astype(np.int32),
+        qo_indptr=qo_indptr,
         num_tokens=int(qo_indptr[-1]),
-        is_decode=bool((spans == 1).all()),
+        is_decode=is_decode,
     )
 
 
@@ -166,7 +173,8 @@ def _block(streams: np.ndarray) -> slice | None:
     """The range that distinct ``streams`` [n] are, in some order; a range is updated in a fifth of the time."""
     if not streams.size:
         return None
-    first, end = int(streams.min()), int(streams.max()) + 1
-    if end - first != streams.size or (np.sort(streams) != np.arange(first, end)).any():
+    ordered = np.sort(streams)
+    first, end = int(ordered[0]), int(ordered[-1]) + 1
+    if end - first != streams.size or not np.array_equal(ordered, np.arange(first, end)):
         return None
     return slice(first, end)

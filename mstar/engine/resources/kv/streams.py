@@ -64,7 +64,7 @@ class Streams:
     def held_pages(self, streams: np.ndarray) -> np.ndarray:
         """The pages of ``streams`` laid end to end, int32."""
         held = self.num_pages[streams]
-        return self.page_table[np.repeat(streams, held), ragged_arange(held)]
+        return self.page_table[streams.repeat(held), ragged_arange(held)]
 
     def all_pages(self) -> np.ndarray:
         """The pages of every stream laid end to end, int32."""
@@ -77,7 +77,7 @@ class Streams:
             return
         self.page_epoch += 1
         columns = np.repeat(self.num_pages[streams], counts) + ragged_arange(counts)
-        self.page_table[np.repeat(streams, counts), columns] = pages
+        self.page_table[streams.repeat(counts), columns] = pages
         self.num_pages[streams] += counts
 
     def append_one(self, streams: np.ndarray, pages: np.ndarray) -> None:

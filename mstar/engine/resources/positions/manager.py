@@ -61,6 +61,8 @@ class PositionManager(Resource):
         self._in_graph = knobs.ingraph_decode_rope()
         self._ids_are_counters = self._rotary.axes == 1 and not self._rotary.is_dynamic  # of decode rows
         self._row_of: dict[int, int] = {}
+        # What the last commit on a slot moved, and how far: the same again while its batch is.
+        self._moved: dict[int, tuple[PositionStep, LabelRows, np.ndarray, np.ndarray]] = {}
         self._buffers: dict[str, LabelBuffers] = {}
         self._reserved_tokens = 0
         self._planned: dict[str, Positions] = {}
@@ -164,9 +166,12 @@ class PositionManager(Resource):
         assert isinstance(step, PositionStep)
         self._overwritten = []
         for rows in ctx.labels(step).values():
-            real = rows.num_real
-            streams, moves = self._streams(rows)[:real], self._moves(step, rows)[:real]
-            self.next_position[streams] += moves
+            last = self._moved.get(ctx.slot)
+            if last is None or last[0] is not step or last[1] is not rows:
+                real = rows.num_real
+                last = step, rows, self._streams(rows)[:real], self._moves(step, rows)[:real]
+                self._moved[ctx.slot] = last
+            self.next_position[last[2]] += last[3]
         for fork in step.post_forks:
             self._fork(fork)
 

@@ -36,6 +36,7 @@ class DrawMasters:
         self.offset = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.last_token = torch.zeros_like(self.offset)
         self._device = device
+        self._host = [master.numpy() for master in (self.offset, self.last_token)] if device.type == "cpu" else []
         self._index = StepBuffer(torch.int64, device, num_slots)
         self._targets: dict[int, _Target] = {}  # by slot, -1 for eager steps
 
@@ -50,9 +51,12 @@ class DrawMasters:
 
     def restart(self, rows: Sequence[int]) -> None:
         """Rows of new requests back to no draw at all, in order behind what earlier steps still write to them."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self._device)
-        self.offset.index_fill_(0, index, 0)
-        self.last_token.index_fill_(0, index, 0)
+        for master in self._host:
+            master[rows] = 0
+        if not self._host:
+            index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+            self.offset.index_fill_(0, index, 0)
+            self.last_token.index_fill_(0, index, 0)
 
     def target(
         self, rows: np.ndarray, request_ids: Sequence[int], kept: Collection[int] | None, lease: SlotLease | None

@@ -36,6 +36,7 @@ class SettingsBlock:
         self._device = self._host if on_cpu else torch.zeros_like(self._host, device=device)
         self._host_columns = {name: column.numpy() for name, column in _columns(self._host, max_rows).items()}
         self._device_columns = _columns(self._device, max_rows)
+        self._heads: dict[int, dict[str, torch.Tensor]] = {}  # by length
 
     def fill(self, masters: dict[str, np.ndarray], rows: np.ndarray) -> None:
         """Writes the settings of master rows ``rows`` [n], on the host alone; what lies behind them stays."""
@@ -48,7 +49,10 @@ class SettingsBlock:
 
     def columns(self, length: int) -> dict[str, torch.Tensor]:
         """The leading ``length`` rows of every setting on the device, at addresses that never change."""
-        return {name: column[:length] for name, column in self._device_columns.items()}
+        heads = self._heads.get(length)
+        if heads is None:
+            heads = self._heads[length] = {name: column[:length] for name, column in self._device_columns.items()}
+        return heads
 
 
 @dataclass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
 from mstar.engine.resources.kv.prefix.index import PrefixIndex, PrefixMatch
-from mstar.engine.resources.kv.prefix.keys import PrefixItem, keys_of_raw
+from mstar.engine.resources.kv.prefix.keys import PrefixItem, keys_of_raw, next_keys
 from mstar.engine.resources.ragged import ragged_arange
 
 MAX_UNREPORTED = 1  # tokens a stream may have stored before they are reported, with one step running ahead
@@ -18,7 +20,8 @@ class PrefixChains:
 
     Only streams of label "main" have chains, so a stream here is a master row.  Host state by stream: ``_told`` tokens
     whose ids are in ``_ids``, ``_known`` those of them that its keys take into account, ``_indexed`` pages already
-    offered, ``_keys``.  A page behind the longest stream takes the ids that belong to no chain.
+    offered, ``_keys``.  A page behind the longest stream takes the ids that belong to no chain.  Steps are only noted,
+    and told together as soon as somebody looks: an array operation for many of them costs little more than for one.
 
     Keys are made once in ``lazy_steps`` steps, of all streams together.  So a chain is never ahead of one that is
     extended at every step, and fewer than ``lazy_steps`` steps behind it.
@@ -33,7 +36,6 @@ class PrefixChains:
         self._longest = max_pages * page_size
         self._is_live = np.zeros(num_streams, bool)
         self._num_live = 0
-        self._next = np.append(np.arange(1, self._longest + 1), self._longest)
         self._told = np.full(num_streams, self._longest, np.int64)
         self._known = self._told.copy()
         self._indexed = np.zeros(num_streams, np.int64)
@@ -42,11 +44,14 @@ class PrefixChains:
         self._keys: dict[int, list[bytes]] = {}
         self._root: dict[int, bytes] = {}
         self._items: dict[int, list[PrefixItem]] = {}  # those that reach into the page behind the prompt's full ones
+        self._num_items = 0  # of all streams
         self._lazy = 0  # steps since the last flush
+        self._waiting: list[tuple[bytes, np.ndarray]] = []  # streams and tokens of steps that are not told yet
 
     @property
     def backlog_steps(self) -> int:
         """Steps whose tokens wait to be taken into account."""
+        self._tell()
         return int((self._told - self._known).max(initial=0))
 
     def is_live(self, stream: int) -> bool:
@@ -70,15 +75,19 @@ class PrefixChains:
         self._root[stream] = match.root
         reached = len(match.keys) * self._page_size
         self._items[stream] = [item for item in items if item.start + item.length > reached]
+        self._num_items += len(self._items[stream])
         self._is_live[stream] = True
         self._num_live += 1
 
     def end(self, stream: int) -> None:
         """Forgets a stream's chain, with the tokens of it that still wait.  Streams without one are no error."""
+        if self._waiting:
+            self._tell()
         if self._is_live[stream]:
             self._is_live[stream] = False
             self._num_live -= 1
             self._told[stream] = self._known[stream] = self._longest
+            self._num_items -= len(self._items[stream])
             del self._keys[stream], self._root[stream], self._items[stream]
 
     def extend(self, streams: np.ndarray, tokens: np.ndarray) -> bool:
@@ -86,22 +95,34 @@ class PrefixChains:
         skipped.  Whether the backlog was flushed."""
         if not self._num_live:
             return False
-        at = self._told[streams]
-        self._ids[streams, at] = tokens
-        self._told[streams] = self._next[at]
+        self._waiting.append((streams.tobytes(), tokens.copy()))
         self._lazy += 1
         if self._lazy < self._chain_lazy_steps:
             return False
         self.flush_chain_backlog()
         return True
 
+    def _tell(self) -> None:
+        """Writes down the tokens of the steps noted so far; steps in a row of the same streams at once."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        for raw, group in groupby(waiting, key=itemgetter(0)):
+            streams, steps = np.frombuffer(raw, np.int64), [tokens for _, tokens in group]
+            told = self._told[streams]
+            at = np.minimum(told[:, None] + np.arange(len(steps)), self._longest)
+            self._ids[streams[:, None], at] = np.array(steps).T
+            self._told[streams] = np.minimum(told + len(steps), self._longest)
+
     def flush_chain_backlog(self) -> None:
         """Takes all waiting tokens into account.  Idempotent."""
         self._lazy = 0
+        self._tell()
         self.flush((self._told != self._known).nonzero()[0])
 
     def flush(self, streams: np.ndarray | int) -> None:
         """Takes the waiting tokens of ``streams`` [n] into account."""
+        self._tell()
         streams, size = np.atleast_1d(streams), self._page_size
         told = self._told[streams]
         first = self._known[streams] // size
@@ -119,6 +140,7 @@ class PrefixChains:
 
         Returns how many pages the index took.
         """
+        self._tell()
         is_live = self._is_live[streams]
         is_lost = (stored_len > self._told[streams] + MAX_UNREPORTED) & is_live
         if is_lost.any():
@@ -132,20 +154,27 @@ class PrefixChains:
     def _offer(self, streams: np.ndarray, counts: np.ndarray, page_table: np.ndarray) -> int:
         """Offers the next ``counts`` [n] pages of ``streams`` [n] to the index; returns how many it took."""
         firsts = self._indexed[streams]
-        owner, column = np.repeat(streams, counts), np.repeat(firsts, counts) + ragged_arange(counts)
-        pages = iter(page_table[owner, column].tolist())
-        entries: list[tuple[bytes | None, bytes, int]] = []
+        if counts.max() == 1:
+            owner, column = streams, firsts
+        else:
+            owner, column = np.repeat(streams, counts), np.repeat(firsts, counts) + ragged_arange(counts)
+        parents: list[bytes | None] = []
+        offered: list[bytes] = []
         for stream, first, count in zip(streams.tolist(), firsts.tolist(), counts.tolist(), strict=True):
             keys = self._keys[stream]
-            parent = keys[first - 1] if first else None
-            for key in keys[first : first + count]:
-                entries.append((parent, key, next(pages)))
-                parent = key
+            parents.append(keys[first - 1] if first else None)
+            if count > 1:
+                parents += keys[first : first + count - 1]
+            offered += keys[first : first + count]
         self._indexed[streams] = firsts + counts
-        return int(np.count_nonzero(self._index.insert_pages(entries, self._pages[owner, column])))
+        pages = page_table[owner, column].tolist()
+        return self._index.insert_pages(parents, offered, pages, column, self._pages[owner, column]).size
 
     def _make_keys(self, streams: np.ndarray, first: np.ndarray, counts: np.ndarray) -> None:
         """Adds the keys of ``counts`` [n] full pages from page ``first`` [n] on to ``streams`` [n]."""
+        if counts.max() == 1 and not self._num_items:
+            self._make_next_keys(streams, first)
+            return
         size, offset = self._page_size, 0
         raw = self._pages[np.repeat(streams, counts), np.repeat(first, counts) + ragged_arange(counts)].tobytes()
         for stream, count in zip(streams.tolist(), counts.tolist(), strict=True):
@@ -155,3 +184,11 @@ class PrefixChains:
                 items = [item._replace(start=item.start - base) for item in items]
             keys += keys_of_raw(keys[-1] if keys else self._root[stream], raw, count, items, size, offset)
             offset += 4 * size * count
+
+    def _make_next_keys(self, streams: np.ndarray, columns: np.ndarray) -> None:
+        """:meth:`_make_keys` of one page each, of streams without items: all that a flush of decode steps finds."""
+        chains = [(self._keys[stream], self._root[stream]) for stream in streams.tolist()]
+        prevs = [keys[-1] if keys else root for keys, root in chains]
+        made = next_keys(prevs, self._pages[streams, columns].tobytes(), self._page_size)
+        for (keys, _), key in zip(chains, made, strict=True):
+            keys.append(key)

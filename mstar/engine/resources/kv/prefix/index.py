@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from mstar.engine.resources.kv.pages import SINK_PAGE, PageArena
 from mstar.engine.resources.kv.prefix.keys import PrefixItem, chain_root, page_keys
 
 NO_PAGE = SINK_PAGE  # the sink is never indexed
+_NO_PAGES = np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class PrefixMatch:
     """The pages that hold the beginning of a prompt.
 
@@ -56,8 +56,9 @@ class PrefixIndex:
         self._serial = np.zeros(n, np.int64)  # 0: no entry
         self._parent = np.zeros(n, np.int32)
         self._parent_serial = np.zeros(n, np.int64)
-        self._idle_children = np.zeros(n, np.int64)  # as of the last ranking
-        self._ranking: list[tuple[int, int, int]] = []  # a heap of (last use, serial, page)
+        self._ranked = np.empty(0, np.int32)  # idle pages in the order of their eviction
+        self._ranked_used = np.empty(0, np.int64)  # their last use when they were ranked
+        self._place = np.empty(n, np.int64)  # scratch of _rank
         self._clock = 0
 
     def __len__(self) -> int:
@@ -96,13 +97,12 @@ class PrefixIndex:
             if page is None:
                 break
             found.append(page)
+        if not found:
+            return _NO_PAGES
         pages = np.array(found, np.int32)
-        if found:
-            wanted = np.asarray(ids[: len(found) * size]).reshape(len(found), size)
-            is_equal = (self._ids[pages] == wanted).all(1) & (self._depth[pages] == np.arange(len(found)))
-            if not is_equal.all():
-                pages = pages[: int(np.argmin(is_equal))]
-        return pages
+        wanted = np.asarray(ids[: len(found) * size]).reshape(len(found), size)
+        is_equal = (self._ids[pages] == wanted).all(1) & (self._depth[pages] == np.arange(len(found)))
+        return pages if is_equal.all() else pages[: int(np.argmin(is_equal))]
 
     def num_in_use(self, pages: np.ndarray) -> int:
         """How many of the matched ``pages`` have an owner besides the index: sharing those takes nothing away."""
@@ -136,48 +136,48 @@ class PrefixIndex:
         when the key has a page already (the first writer wins), the page holds another entry, or the page before it
         is not indexed, so that no lookup could come by.
         """
-        return bool(self.insert_pages([(parent_key, key, page)], np.asarray(ids)[None])[0])
+        parent = None if parent_key is None else self._page_of.get(parent_key)
+        depth = 0 if parent is None else int(self._depth[parent]) + 1
+        taken = self.insert_pages([parent_key], [key], [page], np.array([depth]), np.asarray(ids)[None])
+        return bool(taken.size)
 
-    def insert_pages(self, entries: Sequence[tuple[bytes | None, bytes, int]], ids: np.ndarray) -> np.ndarray:
-        """:meth:`insert` for each of ``entries`` (parent key, key, page) in turn, with ``ids`` [n, page_size].
+    def insert_pages(
+        self,
+        parent_keys: Sequence[bytes | None],
+        keys: Sequence[bytes],
+        pages: Sequence[int],
+        depths: np.ndarray,
+        ids: np.ndarray,
+    ) -> np.ndarray:
+        """:meth:`insert` of each of ``pages`` [n] in turn, behind ``depths`` [n] others, with ``ids`` [n, page_size].
 
-        Returns which were taken, bool [n].
+        Returns which were taken, as positions int64 [m].
         """
         page_of, key_of = self._page_of, self._key_of
         taken: list[int] = []
-        pages: list[int] = []
         parents: list[int] = []
-        for i, (parent_key, key, page) in enumerate(entries):
-            parent = NO_PAGE if parent_key is None else page_of.get(parent_key, -1)
-            if parent >= 0 and key not in page_of and page not in key_of:
+        for i, (parent_key, key, page) in enumerate(zip(parent_keys, keys, pages, strict=True)):
+            parent = NO_PAGE if parent_key is None else page_of.get(parent_key)
+            if parent is not None and key not in page_of and page not in key_of:
                 page_of[key] = page
                 key_of[page] = key
                 taken.append(i)
-                pages.append(page)
                 parents.append(parent)
-        is_taken = np.zeros(len(entries), bool)
+        which = np.array(taken, np.int64)
         if taken:
-            is_taken[taken] = True
-            self._enter(np.array(pages, np.int32), np.array(parents, np.int32), ids[taken])
-        return is_taken
+            self._enter(np.array(pages)[which], np.array(parents), depths[which], ids[which])
+        return which
 
-    def _enter(self, pages: np.ndarray, parents: np.ndarray, ids: np.ndarray) -> None:
+    def _enter(self, pages: np.ndarray, parents: np.ndarray, depths: np.ndarray, ids: np.ndarray) -> None:
         """Fills in the arrays of new entries [n], each after its parent, which may be among them."""
         self._ids[pages] = ids
         self._used[pages] = self._serial[pages] = np.arange(self._clock + 1, self._clock + 1 + pages.size)
         self._clock += pages.size
         self._parent[pages] = parents
         self._parent_serial[pages] = self._serial[parents]
-        self._depth[pages] = self._depths_behind(pages.tolist(), parents.tolist())
+        self._depth[pages] = depths
         self._arena.adopt(pages)
         self.counters["insertions"] += pages.size
-
-    def _depths_behind(self, pages: list[int], parents: list[int]) -> list[int]:
-        depth_of = {NO_PAGE: -1}
-        for page, parent in zip(pages, parents, strict=True):
-            before = depth_of.get(parent)
-            depth_of[page] = 1 + (int(self._depth[parent]) if before is None else before)
-        return [depth_of[page] for page in pages]
 
     def evict(self, n: int) -> int:
         """Frees up to ``n`` pages that the index alone owns, and returns how many.
@@ -185,52 +185,57 @@ class PrefixIndex:
         Leaves go first, the longest unused before the others, and make leaves of their parents.  An entry whose
         children are all in use counts as a leaf: they stay with their owners, out of reach until it comes back.
         """
-        freed: list[int] = []
-        is_fresh = False
-        while len(freed) < n:
-            if not self._ranking:
-                if is_fresh or not self._rank():
-                    break
-                is_fresh = True
-            used, serial, page = heapq.heappop(self._ranking)
-            if self._serial[page] != serial or self._used[page] != used:
-                continue
-            assert self._arena.is_idle(page), "an indexed page was shared without a lease"
-            freed.append(page)
-            self._forget(page)
-            is_fresh = False
-        if freed:
-            self._arena.release(np.array(freed, np.int32))
-            self.counters["evictions"] += len(freed)
-        return len(freed)
+        freed = 0
+        while freed < n and (self._ranked.size or self._rank()):
+            next_ones, self._ranked = self._ranked[: n - freed], self._ranked[n - freed :]
+            used, self._ranked_used = self._ranked_used[: n - freed], self._ranked_used[n - freed :]
+            unused_since = self._used[next_ones] == used
+            if not unused_since.all():  # the others may be in use; if not, the next ranking has them
+                next_ones = next_ones[unused_since]
+            freed += next_ones.size
+            self._forget(next_ones)
+        self.counters["evictions"] += freed
+        return freed
 
     def _rank(self) -> bool:
-        """Ranks the idle leaves anew; whether there are any.
+        """Ranks the idle pages anew; whether there are any.
 
         What turns idle later is in use now, so it is younger than all that is ranked here: ranking again only when
         the ranking is used up keeps the order, and an eviction costs no scan of the pool.
+
+        Each page goes as soon as its idle descendants are gone, if it was unused for longer than they were; so it is
+        ranked by the last use in its whole idle family, descendants first.
         """
         pages = self.pages()
         idle = pages[self._arena.owners(pages) == 1]
-        parents = self._parent[idle]
-        is_linked = (parents != NO_PAGE) & (self._serial[parents] == self._parent_serial[idle])
-        self._idle_children = np.bincount(parents[is_linked], minlength=self._arena.num_pages)
-        leaves = idle[self._idle_children[idle] == 0]
-        leaves = leaves[np.argsort(self._used[leaves], kind="stable")]
-        self._ranking = list(
-            zip(self._used[leaves].tolist(), self._serial[leaves].tolist(), leaves.tolist(), strict=True)
-        )
-        return bool(self._ranking)
+        last_use = self._used[idle]
+        above, further = None, self._idle_parents(idle)
+        while above is None or not np.array_equal(further, above):
+            above = further
+            np.maximum.at(last_use, above, last_use)  # from descendants twice as far away as before
+            further = above[above]
+        order = np.lexsort((-self._depth[idle], last_use))
+        self._ranked = idle[order]
+        self._ranked_used = self._used[self._ranked]
+        return bool(idle.size)
 
-    def _forget(self, page: int) -> None:
-        """Drops an idle entry; its parent is ranked when that was its last idle child."""
-        parent = int(self._parent[page])
-        if parent != NO_PAGE and self._serial[parent] == self._parent_serial[page]:
-            self._idle_children[parent] -= 1
-            if self._idle_children[parent] <= 0 and self._arena.is_idle(parent):
-                heapq.heappush(self._ranking, (int(self._used[parent]), int(self._serial[parent]), parent))
-        del self._page_of[self._key_of.pop(page)]
-        self._serial[page] = 0
+    def _idle_parents(self, idle: np.ndarray) -> np.ndarray:
+        """Where in ``idle`` [n] the parent of each page is; where none is, its own place."""
+        places = np.arange(idle.size)
+        self._place.fill(-1)
+        self._place[idle] = places
+        parents = self._parent[idle]
+        above = self._place[parents]
+        is_linked = (above >= 0) & (self._serial[parents] == self._parent_serial[idle])
+        return np.where(is_linked, above, places)
+
+    def _forget(self, pages: np.ndarray) -> None:
+        """Drops idle entries and frees their pages."""
+        page_of, key_of = self._page_of, self._key_of
+        for page in pages.tolist():
+            del page_of[key_of.pop(page)]
+        self._serial[pages] = 0
+        self._arena.free_idle(pages)
 
     def _tick(self) -> int:
         self._clock += 1

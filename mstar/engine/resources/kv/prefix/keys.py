@@ -102,8 +102,17 @@ def keys_of_raw(
     return keys
 
 
+def next_keys(prevs: Sequence[bytes], raw: bytes, page_size: int) -> list[bytes]:
+    """The key of one page after each of ``prevs``, whose ids lie in ``raw`` in the same order; no items."""
+    width = 4 * page_size
+    return [
+        _page_key(prev, raw[offset : offset + width], _EMPTY_FIELD)
+        for prev, offset in zip(prevs, range(0, len(raw), width), strict=True)
+    ]
+
+
 def _page_key(prev: bytes, ids: bytes, items: bytes) -> bytes:
-    return sha256(_pack_length(len(prev)) + prev + _pack_length(len(ids)) + ids + items).digest()
+    return sha256(b"".join((_pack_length(len(prev)), prev, _pack_length(len(ids)), ids, items))).digest()
 
 
 def _pack(items: Sequence[PageItem]) -> bytes:

@@ -41,7 +41,7 @@ class PrefixSharing:
         """Pages that the request would get out of the index and that others hold already."""
         if not _shares(config):
             return 0
-        return self.index.num_in_use(self._match(config).pages)
+        return self.index.num_in_use(self.index.find(*self._prompt(config)))
 
     def resolve(self, request_id: int) -> int:
         """Leading tokens of the prompt that are indexed, now leased; asked again, it answers the same."""
@@ -103,11 +103,15 @@ class PrefixSharing:
             self.chains.end(row)
 
     def _match(self, config: KVReqConfig) -> PrefixMatch:
-        """What of the prompt is indexed now; hashed once, however often a waiting request asks."""
+        """What of the prompt is indexed now."""
+        return self.index.match_keys(*self._prompt(config), config.prefix_salt)
+
+    def _prompt(self, config: KVReqConfig) -> tuple[np.ndarray, list[bytes]]:
+        """The prompt's ids and keys; hashed once, however often a waiting request asks."""
         assert config.prompt_ids is not None
         if config.prefix_keys is None:
             config.prefix_keys = self.index.keys(config.prompt_ids, config.prefix_items, config.prefix_salt)[1]
-        return self.index.match_keys(config.prompt_ids, config.prefix_keys, config.prefix_salt)
+        return config.prompt_ids, config.prefix_keys
 
     def leased_pages(self) -> list[np.ndarray]:
         """Pages owned by leases that were not applied."""
