@@ -40,6 +40,7 @@ CALLS = 1000  # empty Python calls in a unit
 FASTEST = {
     "MSTAR_DEVICE_LOOPBACK": "1",
     "MSTAR_INGRAPH_DECODE_ROPE": "1",
+    "MSTAR_KV_CHAIN_LAZY_STEPS": "64",
     "MSTAR_KV_PLAN_CACHE": "1",
     "MSTAR_SAMPLER_INGRAPH_SCATTER": "1",
 }
