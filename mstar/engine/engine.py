@@ -25,7 +25,7 @@ from mstar.engine.padding import PaddingRows
 from mstar.engine.phase_clock import NO_CLOCK, PhaseClock
 from mstar.engine.piecewise_graph_runner import build_region_runners
 from mstar.engine.pre_plan import PrePlanner
-from mstar.engine.requests import RequestTable, overriding
+from mstar.engine.requests import RequestTable
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.runner import StepRunner, build_resources
 from mstar.engine.resources.spec import NodeResourceSpec
@@ -131,7 +131,7 @@ class Engine:
         self._backend = backend
         self._dropped = dict.fromkeys(submodules, 0)
         self._requests = RequestTable(self.capacity, self.resources, self._forget)
-        self._chains = overriding(self.resources, "extend_prefix_chains")
+        self._chains = [each for each in self.resources.values() if each.overrides("extend_prefix_chains")]
         self.clock = clock or NO_CLOCK
         self._step_runner = StepRunner(self.resources, specs)
         self._planner = PrePlanner(self._step_runner, self.device, self.counters, threaded=knobs.pre_plan_spec())

@@ -117,8 +117,6 @@ class Launcher:
                 log.exception("%s/%s: a step failed, its rows run alone", batch.node, batch.graph_walk)
                 self._executor.counters["retried_steps"] += 1
                 self._run_each(node, prepared, in_flight, "retry")
-        if in_flight.errors:
-            node.prepared.pop(batch.graph_walk, None)
         cached = self._requests.cached
         if cached and node.caches_prefix:
             for request_id in in_flight.request_ids:

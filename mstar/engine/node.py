@@ -39,10 +39,7 @@ class EngineNode:
     def __post_init__(self) -> None:
         self.kept: KeptOutputs | None = self._kept_outputs()
         self.postprocesses = type(self.submodule).postprocess is not NodeSubmodule.postprocess
-        self.caches_prefix = any(
-            type(resource).enable_prefix_cache is not Resource.enable_prefix_cache
-            for resource in self.resources.values()
-        )
+        self.caches_prefix = any(each.overrides("enable_prefix_cache") for each in self.resources.values())
         self._last_use: list[Part | None] = [None] * self.num_slots
 
     def _kept_outputs(self) -> KeptOutputs | None:

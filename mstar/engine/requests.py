@@ -26,10 +26,11 @@ class RequestTable:
         self.capacity = capacity
         self.cached: dict[int, int] = {}
         self._resources = resources
-        ingesting, self._removing = overriding(resources, "ingest_request"), overriding(resources, "remove_request")
-        self._ingesting = [(key, resource) for key, resource in resources.items() if resource in ingesting]
-        self._caches = overriding(resources, "enable_prefix_cache")
-        self._skipping = overriding(resources, "apply_cached_prefix")
+        every = resources.values()
+        self._ingesting = [(key, each) for key, each in resources.items() if each.overrides("ingest_request")]
+        self._removing = [each for each in every if each.overrides("remove_request")]
+        self._caches = [each for each in every if each.overrides("enable_prefix_cache")]
+        self._skipping = [each for each in every if each.overrides("apply_cached_prefix")]
         self._forget = forget
         self._infos: dict[int, RequestInfo] = {}
         self._free_rows = [-row for row in range(capacity)]
@@ -94,8 +95,3 @@ class RequestTable:
         info.cached_tokens = matched
         if matched:
             self.cached[request_id] = matched
-
-
-def overriding(resources: Mapping[str, Resource], method: str) -> list[Resource]:
-    """Those for which calling the method does anything."""
-    return [each for each in resources.values() if getattr(type(each), method) is not getattr(Resource, method)]

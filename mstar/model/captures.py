@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from mstar.engine.accelerator_graph_config import (
@@ -11,7 +12,7 @@ from mstar.engine.accelerator_graph_config import (
     decode_rows_then_prompt,
 )
 from mstar.engine.inputs import ARNodeInputs
-from mstar.model.text_rows import LOOPBACK
+from mstar.model.text_rows import LOOPBACK, prompt_row
 
 SMALLEST_PREFILL = 32  # tokens
 
@@ -45,7 +46,7 @@ def text_graph_configs(
         capture_graph_walk="prefill",
         replay_graph_walks=["prefill", "mixed"],
         capture_token_lengths=[largest] if on_cpu else doubling_ladder(min(SMALLEST_PREFILL, largest), largest),
-        make_node_input=_dummy_prompt,
+        make_node_input=lambda length: prompt_row(np.zeros(length, np.int64), "prefill"),
         token_layout=decode_rows_then_prompt,
         capture_batch_sizes=[max_rows] if on_cpu else doubling_ladder(1, max_rows),
     )
@@ -65,8 +66,3 @@ def doubling_ladder(smallest: int, largest: int) -> list[int]:
     while sizes[-1] * 2 < largest:
         sizes.append(sizes[-1] * 2)
     return sorted({*sizes, largest})
-
-
-def _dummy_prompt(length: int) -> ARNodeInputs:
-    ids = torch.zeros(length, dtype=torch.int64)
-    return ARNodeInputs(input_ids=ids, input_seq_len=length, walk="prefill", chunk_total=length)

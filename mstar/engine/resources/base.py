@@ -153,3 +153,7 @@ class Resource(ABC):
 
     def cleanup(self) -> None:
         """Frees what the process would not."""
+
+    def overrides(self, hook: str) -> bool:
+        """Whether calling ``hook``, a method's name, does anything beyond this class's default."""
+        return getattr(getattr(self, hook), "__func__", None) is not getattr(Resource, hook)

@@ -84,7 +84,7 @@ class StepRunner:
         self._resources = [(spec.resource_key, resources[spec.resource_key]) for spec in ordered]
         self._ahead = [resource for _, resource in self._resources if resource.supports_preplan]
         self._keys = frozenset(key for key, _ in self._resources)
-        self._having = {hook: {key for key, each in self._resources if _overrides(each, hook)} for hook in _HOOKS}
+        self._having = {hook: {key for key, each in self._resources if each.overrides(hook)} for hook in _HOOKS}
         self._kept: dict[int, _Parts] = {}  # by the step's id
 
     def admit(self, step: SubmoduleStep, ctx: StepContext, promoted: bool = False) -> tuple[AdmitOutcome, str | None]:
@@ -168,7 +168,3 @@ class StepRunner:
 
         admit, commit, abandon = (tuple([part for part in every if part[0] in self._having[hook]]) for hook in _HOOKS)
         return _Parts(step, every, admit, commit, abandon)
-
-
-def _overrides(resource: Resource, hook: str) -> bool:
-    return getattr(getattr(resource, hook), "__func__", None) is not getattr(Resource, hook)

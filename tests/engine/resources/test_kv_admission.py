@@ -133,7 +133,7 @@ class TestPeak:
         pool = Pool(pages=12, fit="peak")
         pool.run(pool.join(36, 40))
         assert can_join(pool, 4, 48)
-        assert pool.gate.promised + 12 > pool.gate.available  # all promises would not fit at one time
+        assert pool.gate.promised + 12 > pool.arena.num_available  # all promises would not fit at one time
         assert not can_join(pool, 9, 48)  # 3 pages at once: 13 at the peak
 
     @pytest.mark.parametrize(("target", "fits"), [(40, True), (44, True), (48, True), (49, False)])

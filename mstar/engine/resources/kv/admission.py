@@ -139,11 +139,6 @@ class AdmissionGate:
         self._changes += 1
 
     @property
-    def available(self) -> int:
-        """Pages free now or freed by evicting what the prefix index alone holds."""
-        return self._arena.num_free + self._arena.num_idle
-
-    @property
     def promised(self) -> int:
         """Pages that those inside are promised and do not hold yet."""
         _, held = self._state()
@@ -165,7 +160,7 @@ class AdmissionGate:
         pages = self._pages(need)
         if pages - need.lent <= self._room:
             return True
-        if self.fit != "peak" or self._pages_of(need.prompt, need) - need.lent > self.available:
+        if self.fit != "peak" or self._pages_of(need.prompt, need) - need.lent > self._arena.num_available:
             return False
         return self._fits_peak(self._running().join(self._alone(need)))
 
@@ -266,7 +261,7 @@ class AdmissionGate:
         if now == self._seen:
             return
         self._seen = now
-        room = self.available - self.promised
+        room = self._arena.num_available - self.promised
         if room > self._room or self.fit == "peak":
             self._version += 1
         self._room = room

@@ -28,7 +28,7 @@ class Growth:
     def take(self, n: int) -> np.ndarray | None:
         """``n`` pages, after evicting exactly what is short; None, and nothing evicted, when that is not enough."""
         short = n - self._arena.num_free
-        if short > 0 and self._index is not None and n <= self._available:
+        if short > 0 and self._index is not None and n <= self._arena.num_available:
             self._index.evict(short)
         return self._arena.try_allocate(n)
 
@@ -69,7 +69,7 @@ class Growth:
         total = int(need.sum())
         pages = self.take(total + extra)
         if pages is None:
-            fitting = int(np.searchsorted(np.cumsum(need), self._available, side="right"))
+            fitting = int(np.searchsorted(np.cumsum(need), self._arena.num_available, side="right"))
             short = int(growing[fitting]) if fitting < growing.size else streams.size - 1
             return self.refused(total + extra, *rows.owner_of(short))
         self._streams.append(streams[growing], need, pages[:total])
@@ -77,12 +77,10 @@ class Growth:
 
     def refused(self, need: int, request_id: int, label: str) -> AdmitOutcome:
         """The answer to a step that needs more pages than there are."""
-        message = f"the step needs {need} KV pages, {self._available} are free"
-        return AdmitOutcome(ok=False, reason=AllocationFailed(message, need - self._available, label, request_id))
-
-    @property
-    def _available(self) -> int:
-        return self._arena.num_free + self._arena.num_idle
+        message = f"the step needs {need} KV pages, {self._arena.num_available} are free"
+        return AdmitOutcome(
+            ok=False, reason=AllocationFailed(message, need - self._arena.num_available, label, request_id)
+        )
 
     def _serve(self, due: np.ndarray) -> bool:
         """One page for each of these streams; False, and none, without room."""

@@ -49,6 +49,11 @@ class PageArena:
         return self._num_idle
 
     @property
+    def num_available(self) -> int:
+        """Pages free now or freed by evicting what the prefix index alone owns."""
+        return self._count + self._num_idle
+
+    @property
     def version(self) -> int:
         """Moves whenever an owner comes or goes, or a page is sealed."""
         return self._version

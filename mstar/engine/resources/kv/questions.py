@@ -90,7 +90,7 @@ class KVQuestions:
     def free_pages(self) -> int:
         """Pages no stream holds now, those that only the prefix index holds included; some may be promised."""
         self._departures.settle()
-        return self._gate.available
+        return self._arena.num_available
 
     @property
     def promised_pages(self) -> int:
