@@ -19,16 +19,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Imports within functions, each by its reason.
 LAZY = {
     ("__init__.py", "mstar"): "`import mstar` is free",
-    (
-        "engine/resources/attention/config.py",
-        "mstar.engine.resources.attention.manager",
-    ): "declarations load no kernels",
-    ("engine/resources/kv/config.py", "mstar.engine.resources.kv.manager"): "declarations load no kernels",
-    (
-        "engine/resources/positions/config.py",
-        "mstar.engine.resources.positions.manager",
-    ): "declarations load no kernels",
-    ("engine/resources/sampler/config.py", "mstar.engine.resources.sampler.manager"): "declarations load no kernels",
+    **{
+        (f"engine/resources/{name}/config.py", f"mstar.engine.resources.{name}.manager"): "declarations load no kernels"
+        for name in ("attention", "grammar", "kv", "logit_edits", "logprobs", "positions", "sampler")
+    },
     ("runtime/engine_process.py", "mstar.runtime.core"): "torch's failure to load reaches the client",
     ("runtime/engine_process.py", "mstar.runtime.engine_server"): "torch's failure to load reaches the client",
     ("runtime/drivers.py", "mstar.runtime.core"): "a child's parent needs no torch",

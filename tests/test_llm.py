@@ -143,7 +143,8 @@ def test_parameters_of_a_request_win_over_the_shared_ones(llm):
     [("", {}, "text_input"), ([], {}, None), ([-1], {}, "input_ids"), ([49152], {}, "input_ids"),
      ({"input_ids": []}, {}, "input_ids"), ({"messages": []}, {}, "messages"), ({}, {}, "prompt"),
      ({"prompt": "a", "prompt_ids": [1]}, {}, "prompt"), ("a", {"top_k": -2}, "top_k"), ("a", {"foo": 1}, "foo"),
-     ({"prompt": "a", "temperature": "nan"}, {}, "temperature")],
+     ({"prompt": "a", "temperature": "nan"}, {}, "temperature"), ("a", {"stop_token_ids": [49152]}, "stop_token_ids"),
+     ("a", {"logit_bias": {"49152": 5}}, "logit_bias"), ("a", {"logprobs": 21}, "logprobs")],
 )  # fmt: skip
 def test_bad_input_is_refused_by_name_and_the_next_request_is_served(llm, prompt, params, field):
     if field is None:
@@ -153,6 +154,125 @@ def test_bad_input_is_refused_by_name_and_the_next_request_is_served(llm, prompt
         llm.generate(prompt, params)
     assert caught.value.field == field
     assert len(llm.generate("One", {"max_tokens": 1, "ignore_eos": True})[0].output_ids) == 1
+
+
+def test_texts_of_one_prompt_differ_and_the_first_is_the_one_that_a_single_one_would_be(llm):
+    params = {"temperature": 1.2, "max_tokens": 12, "seed": 11, "ignore_eos": True}
+    (alone,) = llm.generate("Once upon a time", params)
+    texts = llm.generate(["Once upon a time", "One"], params | {"n": 3})
+    assert [completion.index for completion in texts] == [0, 1, 2] * 2
+    assert texts[0].output_ids == alone.output_ids
+    assert len({tuple(completion.output_ids) for completion in texts}) == 6
+    assert [c.output_ids for c in llm.generate("Once upon a time", params | {"n": 3})] == [
+        c.output_ids for c in texts[:3]
+    ]
+    pieces = list(llm.stream("Once upon a time", params | {"n": 3}))
+    for index, completion in enumerate(texts[:3]):
+        assert "".join(piece.text for piece in pieces if piece.index == index) == completion.text
+
+
+def test_logprobs_are_those_of_the_model_and_change_no_token(llm):
+    plain, told = llm.generate(
+        ["The capital of France is", {"prompt": "The capital of France is", "logprobs": 2}], GREEDY
+    )
+    assert told.output_ids == plain.output_ids
+    assert len(told.logprobs) == 12
+    total = 0.0
+    for token, position in zip(told.output_ids, told.logprobs, strict=True):
+        (first, own), (_, second) = position.items()
+        assert (first, own.rank, second.rank) == (token, 1, 2)
+        assert 0 >= own.logprob >= second.logprob
+        assert own.decoded_token == llm.front.tokenizer.token_text(token)
+        total += own.logprob
+    assert told.cumulative_logprob == pytest.approx(total)
+
+
+def test_the_distribution_that_is_told_is_that_before_any_change(llm):
+    request = {"prompt": "The capital of France is", "max_tokens": 1, "logprobs": 3, "temperature": 0}
+    (plain,) = llm.generate(request)
+    barred = plain.output_ids[0]
+    (changed,) = llm.generate(request | {"logit_bias": {barred: -100}, "repetition_penalty": 1.5})
+    token = changed.output_ids[0]
+    assert token != barred
+    assert changed.logprobs[0][token].rank > 1
+    assert changed.logprobs[0][barred] == pytest.approx(plain.logprobs[0][barred])
+
+
+def test_a_prompts_logprobs_are_those_its_tokens_had_as_output(llm):
+    (done,) = llm.generate("The capital of France is", {"temperature": 0, "max_tokens": 4, "logprobs": 0})
+    prompt = [*llm.front.encode("The capital of France is").tolist(), *done.output_ids]
+    (told,) = llm.generate([prompt], {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 1})
+    assert len(told.prompt_logprobs) == len(prompt)
+    assert told.prompt_logprobs[0] is None
+    for token, position, before in zip(done.output_ids, told.prompt_logprobs[-4:], done.logprobs, strict=True):
+        assert position[token].rank == 1
+        assert position[token].logprob == pytest.approx(before[token].logprob, abs=1e-3)
+
+
+def test_stop_ids_of_a_request_end_it_also_with_ignore_eos(llm):
+    (whole,) = llm.generate("One two three", GREEDY)
+    stop = whole.output_ids[4]
+    at = whole.output_ids.index(stop)
+    request = {"prompt": "One two three", "stop_token_ids": [stop], "ignore_eos": True}
+    cut, kept = llm.generate([request, request | {"include_stop_str_in_output": True}], GREEDY)
+    assert (cut.output_ids, cut.finish_reason, cut.stop_reason) == (whole.output_ids[:at], "stop", str(stop))
+    assert (kept.output_ids, kept.finish_reason, kept.stop_reason) == (whole.output_ids[: at + 1], "stop", str(stop))
+    assert kept.text == llm.front.tokenizer.decode(kept.output_ids)
+
+
+def test_no_end_comes_before_the_fewest_tokens(llm):
+    case = next(case for case in CASES if case.get("eos_at") is not None and not case["tie_steps"])
+    (done,) = llm.generate([case["prompt_ids"]], {"temperature": 0, "max_tokens": 48, "min_tokens": 40})
+    assert len(done.output_ids) >= 40
+    assert done.output_ids[: case["eos_at"]] == case["output_ids"][: case["eos_at"]]
+    assert not llm.front.eos_ids & set(done.output_ids)
+
+
+def test_allowed_and_barred_tokens(llm):
+    (plain,) = llm.generate("One two three", GREEDY)
+    word = llm.front.tokenizer.decode(plain.output_ids[:1])
+    requests = [
+        {"allowed_token_ids": [42, 43]}, {"logit_bias": {"42": 100}}, {"bad_words": [word]}, {},
+    ]  # fmt: skip
+    allowed, biased, barred, beside = llm.generate([{"prompt": "One two three"} | own for own in requests], GREEDY)
+    assert set(allowed.output_ids) <= {42, 43}
+    assert set(biased.output_ids) == {42}
+    assert plain.output_ids[0] not in barred.output_ids
+    assert beside == plain
+
+
+@pytest.mark.parametrize(
+    ("guide", "is_right"),
+    [
+        ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"guided_regex": "[0-9]{3}"}, lambda text: text.isdigit() and len(text) == 3),
+        ({"guided_json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+                          "additionalProperties": False}}, lambda text: list(json.loads(text)) == ["a"]),
+    ],
+)  # fmt: skip
+def test_a_guided_text_is_what_it_must_be(llm, guide, is_right):
+    (done,) = llm.generate({"prompt": "Answer:", "max_tokens": 200, "temperature": 0} | guide)
+    assert done.finish_reason == "stop"
+    assert is_right(done.text)
+
+
+def test_a_text_whose_time_is_over_ends_with_what_exists(llm):
+    (done,) = llm.generate("Once", {"temperature": 0, "ignore_eos": True, "max_tokens": 5000, "timeout_ms": 400})
+    assert done.finish_reason == "timeout"
+    assert 0 < len(done.output_ids) < 5000
+    assert llm.driver.core.conductor.num_running == 0
+
+
+def test_the_example_of_the_readme_gives_two_texts(capsys):
+    blocks = (Path(__file__).parents[1] / "README.md").read_text().split("```python\n")[1:]
+    (example,) = [block.partition("```")[0] for block in blocks if "from mstar import" in block]
+    exec(compile(example, "README.md", "exec"), {})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(lines) == 2
+    for line in lines:
+        *_, reason, logprob = line.split()
+        assert reason in ("stop", "length")
+        assert float(logprob) < 0
 
 
 def test_the_context_limit_is_exact():

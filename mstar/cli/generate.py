@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,14 +13,13 @@ import mstar
 from mstar.cli.assignments import parse_assignments
 from mstar.cli.errors import InputError
 from mstar.cli.requests import Request, parse_ids, read_requests, request_of
-from mstar.runtime.options import FrontOptions
-from mstar.runtime.params import SamplingParams, coerce_parameters
-from mstar.runtime.prepare import prepare_request
+from mstar.runtime.params import coerce_parameters
 from mstar.runtime.requests import split_request
 from mstar.utils.errors import InvalidArgument, MstarError, Unsupported
 
 if TYPE_CHECKING:
     from mstar.llm import LLM, Completion
+    from mstar.runtime.logprobs import Logprob
 
 
 def generate(
@@ -55,9 +54,17 @@ def generate(
         bool,
         typer.Option(
             "--json",
-            help="Print one object a line, in input order: output_ids, text, finish_reason, num_input_tokens.",
+            help="Print one object a line, in input order: output_ids, text, finish_reason, num_input_tokens, and what "
+            "parameters ask for (index, stop_reason, logprobs, cumulative_logprob, prompt_logprobs).",
         ),
     ] = False,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE of any other request parameter (min_p=0.05, n=2, logprobs=3, stop_token_ids=1,2, "
+            'guided_json=\'{"type": "object"}\'); repeat for several.'
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(help="NAME=VALUE of an engine option, as in config.pbtxt (device=cpu); repeat for several."),
@@ -65,9 +72,9 @@ def generate(
 ) -> None:
     """Generate text with a model loaded into this process.
 
-    The text of a single prompt streams to the terminal; --json prints results when all are done.
+    A single text streams to the terminal; several, and --json, are printed when all are done.
     """
-    parameters = coerce_parameters(
+    named = coerce_parameters(
         {
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -79,6 +86,7 @@ def generate(
             "skip_special_tokens": False if special_tokens else None,
         }
     )
+    parameters = _joined(named, coerce_parameters(parse_assignments(param or [], "--param")))
     prompts = {
         "prompt": prompt,
         "prompt_ids": None if prompt_ids is None else parse_ids(prompt_ids),
@@ -89,11 +97,37 @@ def generate(
     if "model" in options:
         raise InputError("--option: the model is named by --model")
     with mstar.LLM(model, **options) as llm:
-        if len(requests) == 1 and not as_json:
+        if len(requests) == 1 and not as_json and _num_texts(requests[0], parameters) == 1:
             _print_stream(llm, requests[0], parameters)
             return
         for completion in _complete(llm, requests, parameters):
-            print(json.dumps(asdict(completion), ensure_ascii=False) if as_json else completion.text)
+            print(json.dumps(_shown(completion), ensure_ascii=False) if as_json else completion.text)
+
+
+def _joined(named: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    for name in named.keys() & others.keys():
+        raise InvalidArgument(name, "given once, not also by --param", others[name])
+    return named | others
+
+
+def _num_texts(request: Request, parameters: dict[str, Any]) -> int:
+    _, own = split_request(request.options)
+    return (parameters | own).get("n", 1)
+
+
+def _shown(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON has it: what was not asked for is left out, a log-probability is an object."""
+    shown = {
+        field.name: value for field in fields(completion) if (value := getattr(completion, field.name)) != field.default
+    }
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in shown:
+            shown[name] = [position and _by_name(position) for position in shown[name]]
+    return shown
+
+
+def _by_name(position: dict[int, Logprob]) -> dict[int, dict[str, Any]]:
+    return {token_id: logprob._asdict() for token_id, logprob in position.items()}
 
 
 def _requests(prompts: dict[str, Any], input_file: Path | None) -> list[Request]:
@@ -108,21 +142,14 @@ def _complete(llm: LLM, requests: list[Request], parameters: dict[str, Any]) -> 
     try:
         return llm.generate([request.options for request in requests], parameters)
     except (InvalidArgument, Unsupported) as error:
-        raise _placed(llm, requests, error) from None
+        raise _placed(llm, requests, parameters, error) from None
 
 
-def _placed(llm: LLM, requests: list[Request], error: MstarError) -> MstarError:
-    """The error with the line of the request it is about: a batch is refused as a whole, by its first bad prompt."""
+def _placed(llm: LLM, requests: list[Request], parameters: dict[str, Any], error: MstarError) -> MstarError:
+    """The error with the line of the request it is about: a batch is refused as a whole, by its first bad one."""
     for request in requests:
-        prompt, _ = split_request(request.options)
         try:
-            prepare_request(
-                llm.front,
-                **prompt,
-                params=SamplingParams(),
-                front_options=FrontOptions(),
-                context_length=llm.info.max_seq_len,
-            )
+            llm.check(request.options, parameters)
         except MstarError as refusal:
             return InputError(f"{request.place}: {refusal}") if request.place else refusal
     return error

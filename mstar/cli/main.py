@@ -19,7 +19,7 @@ from mstar.runtime.launch import thread_waiting
 class BenchGroup(LazyGroup):
     """The commands under ``mstar bench``."""
 
-    targets = {name: f"mstar.cli.bench.{name}:{name}" for name in ("host", "offline", "serve")}
+    targets = {name: f"mstar.cli.bench.{name}:{name}" for name in ("host", "offline", "sampler", "serve")}
 
 
 app = typer.Typer(cls=MstarGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

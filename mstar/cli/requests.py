@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mstar.cli.errors import InputError
+from mstar.runtime.json_text import parse_json
 from mstar.runtime.requests import split_request
 from mstar.utils.errors import InvalidArgument, MstarError
 
@@ -43,11 +43,11 @@ def read_requests(file: Path) -> list[Request]:
     for number, line in _lines(file):
         place = f"{file}, line {number}"
         try:
-            options = json.loads(line)
+            options = parse_json(line)
             if not isinstance(options, dict):
                 raise InvalidArgument("request", "a JSON object", options)
             requests.append(request_of(options, place))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise InputError(f"{place}: not JSON: {error}") from None
         except MstarError as error:
             raise InputError(f"{place}: {error}") from None

@@ -46,7 +46,8 @@ class Batcher:
         self._max_batch_tokens = max_batch_tokens
         self._last_run = [-1] * len(plain)
         self._steps = 0
-        self._last_pick: dict[str, Pick] = {}  # by node and walk
+        # By node and walk, latest first: two, for rows that wait for the host sit out every other step.
+        self._last_picks: dict[str, tuple[Pick, ...]] = {}
         self._steady: tuple[int, Pick | None] = (-1, None)  # the table's version when this pick had all ready rows
 
     def pick(self, table: RowTable) -> Pick | None:
@@ -108,9 +109,10 @@ class Batcher:
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         ids = table.request_id[rows]
         key = f"{lane.node}/{lane.walk}"
-        last = self._last_pick.get(key)
-        if last is not None and last.request_ids.size == ids.size and (last.request_ids == ids).all():
-            return last
+        last_picks = self._last_picks.get(key, ())
+        for last in last_picks:
+            if last.request_ids.size == ids.size and (last.request_ids == ids).all():
+                return last
         infos = tuple(table.infos[rows].tolist())
         walks = None
         if len(parts) > 1:
@@ -120,7 +122,8 @@ class Batcher:
                 )
             )
         batch = Batch(lane.node, lane.walk, infos, walks, tuple(ids.tolist()))
-        pick = self._last_pick[key] = Pick(lane, rows, ids, batch)
+        pick = Pick(lane, rows, ids, batch)
+        self._last_picks[key] = (pick, *last_picks[:1])
         return pick
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
+
+import numpy as np
 
 from mstar.conductor.admission import Admission
 from mstar.conductor.batching import Batcher
 from mstar.conductor.configs import RequestConfigs
 from mstar.conductor.counters import Counters
-from mstar.conductor.departures import Departures
+from mstar.conductor.deadlines import NEVER, Deadlines
+from mstar.conductor.departures import EXPIRED, Departures
 from mstar.conductor.joining import Joining
+from mstar.conductor.landing import Landing
 from mstar.conductor.lanes import combined_lanes, plain_lanes
+from mstar.conductor.lobby import Lobby
+from mstar.conductor.parameters import RefusedParameter
 from mstar.conductor.pools import Pools
 from mstar.conductor.protocols import ServedModel, StepEngine
-from mstar.conductor.queue import Limits, Waiting, WaitQueue
+from mstar.conductor.queue import Limits, Waiting
 from mstar.conductor.report import Outbox, StepReport
 from mstar.conductor.request import EngineRequest, FinishReason
 from mstar.conductor.rows import RowTable
@@ -32,10 +40,19 @@ class Conductor:
     accepted request ends exactly once: in a report's rows, in its failures, or by :meth:`finish`.
 
     With ``limits.run_ahead`` a step is launched before the tokens of the one before have come, so at most two are in
-    the device's queue.  A request that turns out to have ended runs along once more; that token is dropped.
+    the device's queue.  A request that turns out to have ended runs along once more; that token is dropped.  A request
+    under a grammar needs its token on the host before its next step, so beside others it runs every second one.
     """
 
-    def __init__(self, engine: StepEngine, model: ServedModel, limits: Limits) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        model: ServedModel,
+        limits: Limits,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``clock`` tells the nanoseconds that requests' deadlines are on."""
         self.limits = limits
         self.max_running_requests = min(limits.max_running_requests, engine.capacity)
         self.counters = Counters()
@@ -50,12 +67,17 @@ class Conductor:
         )
         self._table = RowTable(self.max_running_requests)
         self._admission = Admission(limits, self.pools)
-        self._queue = WaitQueue()
-        self._joining = Joining(self._queue, self.pools, RequestConfigs(model.resource_specs))
+        self._deadlines = Deadlines(clock)
+        self._configs = RequestConfigs(
+            model.resource_specs, limits.vocab_size, [each for each in model.eos_ids if 0 <= each < limits.vocab_size]
+        )
         self._outbox = Outbox()
         self._departures = Departures(engine, self._table, self.counters, self._outbox)
-        stops = StopCheck(limits.vocab_size, model.eos_ids)
-        self._steps = Steps(engine, self._table, transitions, stops, self._departures, self.counters, self._outbox)
+        self._lobby = Lobby(engine.prepare_request, limits, self._departures)
+        self._joining = Joining(self._lobby.queue, self.pools)
+        stops = StopCheck(limits.vocab_size, model.eos_ids, engine.accept_tokens, self._deadlines)
+        self._steps = Steps(engine, self._table, transitions, self._departures, self.counters, self._outbox)
+        self._landing = Landing(engine, self._table, stops, self._departures, self.counters, self._outbox)
         self._in_flight: Flight | None = None
         self._plans_ahead = knobs.pre_plan_spec()
         self._ids = itertools.count()
@@ -67,15 +89,16 @@ class Conductor:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        """Requests without a row, those included that are being prepared for one."""
+        return len(self._lobby)
 
     @property
     def num_queued_tokens(self) -> int:
-        return self._queue.num_tokens
+        return self._lobby.num_tokens
 
     def has_work(self) -> bool:
-        """Whether :meth:`step` would do or report anything; true while a step is in flight."""
-        return bool(self._table.num_running or len(self._queue) or self._outbox or self._in_flight is not None)
+        """Whether :meth:`step` would do or report anything; true while a step is in flight, or a request prepared."""
+        return bool(self._table.num_running or len(self._lobby) or self._outbox or self._in_flight is not None)
 
     def drain(self) -> None:
         """Refuses new requests from now on; those accepted go on."""
@@ -89,29 +112,35 @@ class Conductor:
 
         Raises:
             InvalidArgument: it can never run: prompt empty, too long or outside the vocabulary, or larger than the
-                whole KV cache.
-            Unavailable: the queue is full, or the engine drains.
+                whole KV cache; or a parameter is outside its contract, or asks for what the model does not have.
+            Unavailable: the queue is full, the engine drains, or the request's time has run out already.
         """
         if self._is_draining:
             self.counters.refused["draining"] += 1
             raise Unavailable("the engine is draining")
         limit = self._admission.limit_of(request)
         request_id = next(self._ids)
-        waiting = Waiting(request_id, client, request_id if ticket < 0 else ticket, request, limit)
+        info = self._configs.describe(request_id, request, limit)
+        waiting = Waiting(request_id, client, request_id if ticket < 0 else ticket, request, limit, info)
         if limit == 0:
             self._departures.end_unrun(waiting, FinishReason.LENGTH)
             return request_id
-        self._queue.push(waiting)
+        if request.deadline_ns:
+            if request.deadline_ns <= self._deadlines.now_ns():
+                self.counters.refused["deadline"] += 1
+                raise Unavailable(EXPIRED)
+            self._deadlines.add(request.deadline_ns)
+        self._lobby.add(waiting)
         self._join()
-        reason = self._queue.is_over(self.limits)
-        if reason is not None and self._queue.remove(request_id) is not None:
+        reason = self._lobby.refusal(self.max_running_requests - self._table.num_running)
+        if reason is not None and self._lobby.remove(request_id) is not None:
             self.counters.refused["queue"] += 1
             raise Unavailable(reason)
         return request_id
 
     def cancel(self, request_id: int) -> None:
         """Ends a request wherever it stands; reported with finish ``CANCELLED``.  No effect once it has ended."""
-        waiting = self._queue.remove(request_id)
+        waiting = self._lobby.remove(request_id)
         if waiting is not None:
             self._departures.end_unrun(waiting, FinishReason.CANCELLED)
             return
@@ -125,13 +154,13 @@ class Conductor:
         if row is not None:
             self.counters.overshoot_tokens += max(int(self._table.generated.values[row]) - kept_tokens, 0)
             self._departures.leave(row, FinishReason.STOP)
-        elif self._queue.remove(request_id) is not None:
+        elif self._lobby.remove(request_id) is not None:
             self.counters.finished[FinishReason.STOP] += 1
 
     def fail_all(self, error: MstarError) -> None:
         """Ends everything with one error."""
-        while (waiting := self._queue.head()) is not None:
-            self._queue.remove(waiting.request_id)
+        for waiting in self._lobby:
+            self._lobby.remove(waiting.request_id)
             self._departures.fail_unrun(waiting, error.code, str(error))
         self._departures.fail_all(dict.fromkeys(list(self._table.row_of), error))
 
@@ -141,18 +170,23 @@ class Conductor:
         Running ahead, that is what the step launched by the last call brought, else what this call's did.  An error
         inside a step ends the rows it belongs to; it never raises.
         """
+        if self._deadlines.are_due():
+            self._expire()
+        self._lobby.take_prepared()
         self._join()
         before, self._in_flight = self._in_flight, None
         launched = self._launch()
         if before is not None:
-            self._steps.land(before)
+            self._landing.land(before)
+            if launched is None and self._table.waits_for_host.count:
+                launched = self._launch()  # of rows that waited for what has landed
         if launched is not None:
             self._steps.settle(launched)  # a row it failed for may have ended well in the step before
             if launched.handle is not None:
                 if self.limits.run_ahead:
                     self._in_flight = launched
                 else:
-                    self._steps.land(launched)
+                    self._landing.land(launched)
         if self._plans_ahead:
             self._plan_ahead()
         return self._outbox.take()
@@ -171,24 +205,37 @@ class Conductor:
         if pick is not None:
             self._engine.pre_plan(pick.batch)
 
+    def _expire(self) -> None:
+        """Ends requests whose time is over, but for rows in flight, which end as they land, with one more token."""
+        now, table = self._deadlines.now_ns(), self._table
+        queued = self._lobby.expire(now)
+        late = (table.deadline_ns <= now).nonzero()[0]
+        if self._in_flight is not None:
+            late = np.setdiff1d(late, self._in_flight.rows)
+        for row in late.tolist():
+            self._departures.end(row, FinishReason.TIMEOUT)
+        self._deadlines.reset(min(queued, default=NEVER), int(table.deadline_ns.min()))
+
     def _join(self) -> None:
         """Moves waiting requests into rows while rows and pages last."""
         while self._table.num_running < self.max_running_requests:
-            found = self._joining.next()
-            if found is None:
+            waiting = self._joining.next()
+            if waiting is None:
                 return
-            waiting, info = found
+            info = waiting.info
             try:
                 self._engine.ingest(info)
             except Unavailable:
                 return
             except Exception as error:  # a ValueError is a resource's word on the request's parameters
-                self._queue.remove(waiting.request_id)
-                code = ErrorCode.INVALID_ARG if isinstance(error, ValueError) else ErrorCode.INTERNAL
-                self._departures.fail_unrun(waiting, code, str(error))
+                self._lobby.queue.remove(waiting.request_id)
+                if isinstance(error, ValueError):
+                    self._departures.fail_unrun(waiting, ErrorCode.INVALID_ARG, str(RefusedParameter(error)))
+                else:
+                    self._departures.fail_unrun(waiting, ErrorCode.INTERNAL, str(error))
                 continue
-            self._queue.remove(waiting.request_id)
-            self._table.join(waiting, info, self._transitions.entry_state)
+            self._lobby.queue.remove(waiting.request_id)
+            self._table.join(waiting, self._transitions.entry_state)
             self.counters.prompt_tokens += waiting.request.num_prompt_tokens
             self.counters.cached_prompt_tokens += info.cached_tokens
             self._outbox.add_cached(info.cached_tokens)

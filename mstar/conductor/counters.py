@@ -15,6 +15,9 @@ class Counters:
     ``cached_prompt_tokens`` of the prompts' tokens were found in a prefix cache.  ``overshoot_tokens`` were made after
     the text's end, before the front end said so; ``discarded_tokens`` came from a step that was already launched when
     their request ended, and nobody saw them.
+
+    Parts of ``failed``: ``row_faults``, whose logits were not finite or whose grammar did not take its own token;
+    ``constraint_faults``, whose constraints left no token; ``expired``, whose deadline passed before they ran.
     """
 
     prompt_tokens: int = 0
@@ -23,6 +26,8 @@ class Counters:
     overshoot_tokens: int = 0
     discarded_tokens: int = 0
     row_faults: int = 0
+    constraint_faults: int = 0
+    expired: int = 0
     failed: int = 0
     refused_admissions: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)

@@ -12,6 +12,8 @@ from mstar.conductor.request import FinishReason
 from mstar.conductor.rows import RowTable
 from mstar.utils.errors import ErrorCode, MstarError
 
+EXPIRED = "timeout_ms: the request's time ran out before the engine had room for it"
+
 
 class Departures:
     """Ends requests, one call each.  A row may be in a step in flight: what that brings is dropped by its id."""
@@ -57,6 +59,11 @@ class Departures:
     def fail_unrun(self, waiting: Waiting, code: ErrorCode, message: str) -> None:
         """Ends a request that never had a row with an error."""
         self._report(waiting.request_id, waiting.client, waiting.ticket, code, message)
+
+    def expire(self, waiting: Waiting) -> None:
+        """Ends a request whose deadline passed before it had a row."""
+        self._counters.expired += 1
+        self.fail_unrun(waiting, ErrorCode.UNAVAILABLE, EXPIRED)
 
     def _report(self, request_id: int, client: int, ticket: int, code: ErrorCode, message: str) -> None:
         self._counters.failed += 1

@@ -11,7 +11,7 @@ from mstar.engine.batch import Batch, StepResult
 from mstar.engine.in_flight import InFlight
 from mstar.engine.inputs import RequestInfo
 from mstar.engine.phase_clock import PhaseClock
-from mstar.engine.resources.spec import NodeResourceSpec
+from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.graph import Walk
 
 
@@ -44,6 +44,10 @@ class StepEngine(Protocol):
     def pre_plan(self, batch: Batch) -> None: ...
 
     def extend_prefix_chains(self, rows: np.ndarray, tokens: np.ndarray) -> None: ...
+
+    def accept_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray | None: ...
+
+    def prepare_request(self, configs: Mapping[str, ResourceReqConfig]) -> None: ...
 
 
 class ServedModel(Protocol):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mstar.conductor.request import EngineRequest
+from mstar.engine.inputs import RequestInfo
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,27 @@ class Limits:
     run_ahead: bool = False
     mixed_steps: bool = False
 
+    def refusal(self, num_waiting: int, num_tokens: int) -> str | None:
+        """Which bound so many requests that wait, with so many prompt tokens, exceed, in words; None: they may wait."""
+        if num_waiting > self.max_queued_requests:
+            return f"max_queued_requests: at most {self.max_queued_requests} requests may wait, the queue is full"
+        if self.max_queued_tokens and num_waiting and num_tokens > self.max_queued_tokens:
+            return (
+                f"max_queued_tokens: at most {self.max_queued_tokens} prompt tokens may wait, "
+                f"with this request they would be {num_tokens}"
+            )
+        return None
+
 
 class Waiting(NamedTuple):
-    """An accepted request without a row; ``limit`` is the most tokens it may generate."""
+    """An accepted request without a row: ``limit`` is the most tokens it may generate, ``info`` the engine's part."""
 
     request_id: int
     client: int
     ticket: int
     request: EngineRequest
     limit: int
-
-    @property
-    def total_tokens(self) -> int:
-        """Longest its stream can get."""
-        return self.request.num_prompt_tokens + self.limit
+    info: RequestInfo
 
 
 class WaitQueue:
@@ -55,6 +63,10 @@ class WaitQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """All, longest first; not to be changed meanwhile."""
+        return iter(self._requests.values())
 
     def push(self, waiting: Waiting) -> None:
         self._requests[waiting.request_id] = waiting
@@ -74,14 +86,3 @@ class WaitQueue:
         if waiting is not None:
             self.num_tokens -= waiting.request.num_prompt_tokens
         return waiting
-
-    def is_over(self, limits: Limits) -> str | None:
-        """Which bound is exceeded, in words; None within all."""
-        if len(self) > limits.max_queued_requests:
-            return f"max_queued_requests: at most {limits.max_queued_requests} requests may wait, the queue is full"
-        if limits.max_queued_tokens and self.num_tokens > limits.max_queued_tokens:
-            return (
-                f"max_queued_tokens: at most {limits.max_queued_tokens} prompt tokens may wait, "
-                f"with this request they would be {self.num_tokens}"
-            )
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +28,9 @@ class StepReport:
     """Rows that brought a token or ended, one entry each; every array is [rows].
 
     ``clients`` and ``tickets`` are what the request was submitted under.  ``tokens`` holds -1 where a row ends
-    without output; ``finish`` is a :class:`FinishReason`.  ``num_stepped`` counts rows of the step that was
+    without output, and the stop id that ended it as :func:`~mstar.conductor.request.stop_code`; ``finish`` is a
+    :class:`FinishReason`.  ``logprobs``: records :data:`~mstar.conductor.request.LOGPROB` [m] of the rows at
+    ``logprob_rows`` int64 [m], ascending; None where nobody asked.  ``num_stepped`` counts rows of the step that was
     launched: 0 means that none could run.  ``cached_prompt_tokens`` are what the requests that joined found in a
     prefix cache.  ``only_client`` is the client of every row; None where there are several, or nobody looked.
     Arrays may be shared with later reports: read only.
@@ -42,6 +45,24 @@ class StepReport:
     num_stepped: int = 0
     cached_prompt_tokens: int = 0
     only_client: int | None = None
+    logprob_rows: np.ndarray | None = None
+    logprobs: np.ndarray | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it tells of no request."""
+        return not (self.request_ids.size or self.failures or self.prompt_logprobs)
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of one request's prompt, told before its first token: records LOGPROB [prompt tokens - 1], those of the second
+    token on."""
+
+    client: int
+    ticket: int
+    logprobs: np.ndarray
 
 
 class Named(NamedTuple):
@@ -67,6 +88,8 @@ class Outbox:
         self._failures: list[Failure] = []
         self._num_stepped = 0
         self._cached_prompt_tokens = 0
+        self._logprobs: list[tuple[np.ndarray, np.ndarray]] = []  # rows among all chunks' rows, their records
+        self._prompt_logprobs: list[PromptLogprobs] = []
 
     def __bool__(self) -> bool:
         return bool(self._chunks or self._failures)
@@ -74,6 +97,13 @@ class Outbox:
     def add_step(self, named: Named, tokens: np.ndarray, finish: np.ndarray) -> None:
         """Rows of one step: tokens int32 [rows], finish uint8 [rows]."""
         self._chunks.append((named, tokens, finish))
+
+    def add_logprobs(self, rows: np.ndarray, records: np.ndarray) -> None:
+        """Records LOGPROB [m] of the step to be added next, of its rows ``rows`` int64 [m], ascending."""
+        self._logprobs.append((rows + sum(tokens.size for _, tokens, _ in self._chunks), records))
+
+    def add_prompt_logprobs(self, prompt: PromptLogprobs) -> None:
+        self._prompt_logprobs.append(prompt)
 
     def add_launch(self, num_rows: int) -> None:
         self._num_stepped += num_rows
@@ -105,6 +135,12 @@ class Outbox:
             rows.only_client,
         )
         self._chunks, self._failures, self._num_stepped, self._cached_prompt_tokens = [], [], 0, 0
+        if self._logprobs:
+            each_rows, each_records = zip(*self._logprobs, strict=True)
+            report.logprob_rows, report.logprobs = np.concatenate(each_rows), np.concatenate(each_records)
+            self._logprobs = []
+        if self._prompt_logprobs:
+            report.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, []
         return report
 
 
@@ -119,3 +155,17 @@ def _joined(chunks: list[tuple[Named, np.ndarray, np.ndarray]]) -> tuple[Named, 
 
 
 _NOBODY = Named(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), None)
+
+
+def empty_report(*, failures: Sequence[Failure] = (), prompt_logprobs: Sequence[PromptLogprobs] = ()) -> StepReport:
+    """A report without rows."""
+    names, tokens, finish = _joined([])
+    return StepReport(
+        names.request_ids,
+        names.clients,
+        names.tickets,
+        tokens,
+        finish,
+        list(failures),
+        prompt_logprobs=list(prompt_logprobs),
+    )

@@ -33,6 +33,18 @@ class RowCounts:
         self._pending += 1
 
 
+class RowFlags:
+    """A bool per master row [capacity], false at first; ``count`` of them are true."""
+
+    def __init__(self, capacity: int) -> None:
+        self.values = np.zeros(capacity, bool)
+        self.count = 0
+
+    def write(self, row: int, value: bool) -> None:
+        self.count += int(value) - int(self.values[row])
+        self.values[row] = value
+
+
 class RowMarks:
     """An int64 per master row [capacity], -1 at first, set for many rows at a time.
 

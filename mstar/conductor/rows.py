@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from mstar.conductor.deadlines import NEVER, deadline_of
 from mstar.conductor.queue import Waiting
-from mstar.conductor.row_counts import RowCounts, RowMarks
-from mstar.engine.inputs import RequestInfo
+from mstar.conductor.row_counts import RowCounts, RowFlags, RowMarks
 
 IDLE = -1  # the state of a row that no step can run
 
@@ -18,9 +18,12 @@ class RowTable:
     last token was launched.  ``rounds``: of the loop it is in.  ``limit``: most tokens it may generate.
     ``issued``: tokens whose step was launched, ``generated``: those that came to the host.  ``prompt_tokens``: what
     its first step brings, the prompt less its cached prefix.  ``is_held``: sits out steps until another request
-    leaves.  ``last_step``: number of the step that ran it last, -1 before its first.  ``stop_ids`` [capacity, most
-    per request], padded with -1.  ``num_left`` counts departures; ``version`` moves with every change of which rows
-    are ready for what.
+    leaves.  ``is_constrained``: its parameters bar tokens.  ``waits_for_host``: its next step needs its last token on
+    the host.  ``last_step``: number of the step that
+    ran it last, -1 before its first.  ``stop_ids`` [capacity, most per request], padded with -1.  ``deadline_ns``:
+    when it must end.  ``asks_logprobs``: of its tokens, and ``num_logprobs`` how many of the most likely, -1 none;
+    ``asks_prompt``: of its prompt.  ``num_left`` counts departures; ``version`` moves with every change of which
+    rows are ready for what.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,8 +38,15 @@ class RowTable:
         self.limit = np.zeros(capacity, np.int64)
         self.ignore_eos = np.zeros(capacity, bool)
         self.is_held = np.zeros(capacity, bool)
+        self.is_constrained = np.zeros(capacity, bool)
+        self.waits_for_host = RowFlags(capacity)
         self.last_step = RowMarks(capacity)
         self.stop_ids = np.full((capacity, 0), -1, np.int64)
+        self.deadline_ns = np.full(capacity, NEVER, np.int64)
+        self.asks_logprobs = RowFlags(capacity)
+        self.num_logprobs = np.full(capacity, -1, np.int64)
+        self.asks_prompt = RowFlags(capacity)
+        self.num_prompt_logprobs = np.full(capacity, -1, np.int64)
         self.infos = np.full(capacity, None, object)  # of RequestInfo
         self.row_of: dict[int, int] = {}
         self.num_left = 0
@@ -48,12 +58,16 @@ class RowTable:
         return len(self.row_of)
 
     def ready_states(self) -> np.ndarray:
-        """int64 [capacity]: ``state``, IDLE also where a row is held; read only."""
-        return np.where(self.is_held, IDLE, self.state) if self._has_held else self.state
+        """int64 [capacity]: ``state``, IDLE also where a row is held or waits for the host; read only."""
+        states = np.where(self.is_held, IDLE, self.state) if self._has_held else self.state
+        if self.waits_for_host.count:
+            waits = self.waits_for_host.values & (self.issued.values > self.generated.values)
+            states = np.where(waits, IDLE, states)
+        return states
 
-    def join(self, waiting: Waiting, info: RequestInfo, state: int) -> None:
+    def join(self, waiting: Waiting, state: int) -> None:
         """Writes a request into the row the engine gave it."""
-        row, request = info.row, waiting.request
+        row, request, info = waiting.info.row, waiting.request, waiting.info
         self.request_id[row] = waiting.request_id
         self.client[row] = waiting.client
         self.ticket[row] = waiting.ticket
@@ -65,11 +79,30 @@ class RowTable:
         self.limit[row] = waiting.limit
         self.ignore_eos[row] = request.ignore_eos
         self.is_held[row] = False
+        self.is_constrained[row] = request.bars_tokens
+        self.waits_for_host.write(row, request.guide is not None)
+        self.deadline_ns[row] = deadline_of(request.deadline_ns)
+        self.asks_logprobs.write(row, request.num_logprobs >= 0)
+        self.num_logprobs[row] = request.num_logprobs
+        self.asks_prompt.write(row, request.num_prompt_logprobs >= 0)
+        self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         self.last_step.values[row] = -1
         self._write_stop_ids(row, request.stop_ids)
         self.infos[row] = info
         self.row_of[waiting.request_id] = row
         self.version += 1
+
+    def launched(self, rows: np.ndarray) -> None:
+        """A step of rows int64 [n] was launched."""
+        self.issued.raise_by_one(rows)
+        if self.waits_for_host.count:
+            self.version += 1
+
+    def landed(self, rows: np.ndarray) -> None:
+        """The tokens of rows int64 [n] came to the host."""
+        self.generated.raise_by_one(rows)
+        if self.waits_for_host.count:
+            self.version += 1
 
     def move(self, rows: np.ndarray, states: np.ndarray | int) -> None:
         """Rows int64 [n] stand elsewhere in their walks, or nowhere (IDLE)."""
@@ -87,6 +120,9 @@ class RowTable:
         self.request_id[row] = -1
         self.state[row] = IDLE
         self.infos[row] = None
+        self.deadline_ns[row] = NEVER
+        for flags in (self.waits_for_host, self.asks_logprobs, self.asks_prompt):
+            flags.write(row, False)
         if self._has_held:
             self.is_held[:] = self._has_held = False
         self.num_left += 1

@@ -13,18 +13,15 @@ from mstar.conductor.counters import Counters
 from mstar.conductor.departures import Departures
 from mstar.conductor.lanes import Lane
 from mstar.conductor.protocols import StepEngine
-from mstar.conductor.report import Named, Outbox, named
-from mstar.conductor.request import NO_TOKEN, FinishReason
+from mstar.conductor.report import Outbox
+from mstar.conductor.request import FinishReason
 from mstar.conductor.rows import IDLE, RowTable
-from mstar.conductor.stops import StopCheck
 from mstar.conductor.transitions import DONE, Transitions
 from mstar.engine.in_flight import InFlight
 from mstar.engine.resources.step import AdmitOutcome, AdmitRuntimeError
 from mstar.utils.errors import EngineFault, Unavailable
 
 log = logging.getLogger(__name__)
-
-_STOP = np.uint8(FinishReason.STOP)
 
 
 @dataclass(eq=False)
@@ -45,7 +42,7 @@ class Flight:
 
 
 class Steps:
-    """Launches picks, and turns what lands into a report's rows.
+    """Launches picks, and deals with those that could not run.
 
     A row's state moves on at the launch, from counts alone, so the next step may be launched before this one lands.
     """
@@ -55,7 +52,6 @@ class Steps:
         engine: StepEngine,
         table: RowTable,
         transitions: Transitions,
-        stops: StopCheck,
         departures: Departures,
         counters: Counters,
         outbox: Outbox,
@@ -63,16 +59,12 @@ class Steps:
         self._engine = engine
         self._table = table
         self._transitions = transitions
-        self._stops = stops
         self._departures = departures
         self._counters = counters
         self._outbox = outbox
         self._clock = engine.clock
-        self._running = np.zeros(table.request_id.size, np.uint8)  # finish of rows that all go on
-        self._running.flags.writeable = False
-        # What an unchanged batch needs not work out again; both hold for the very array of rows that they name.
-        self._launched_last: tuple[np.ndarray | None, int] = (None, 0)  # launches to come in which no row ends
-        self._named_last: tuple[np.ndarray | None, Named | None] = (None, None)
+        # The very array of rows that was launched last, and launches of it to come in which no row ends.
+        self._launched_last: tuple[np.ndarray | None, int] = (None, 0)
 
     def launch(self, pick: Pick) -> Flight:
         """Hands the pick to the engine and moves its rows on.  :meth:`settle` what it could not run."""
@@ -96,7 +88,7 @@ class Steps:
 
     def _advance(self, flight: Flight, lane: Lane) -> None:
         table, rows = self._table, flight.rows
-        table.issued.raise_by_one(rows)
+        table.launched(rows)
         if len(lane.states) == 1 and self._transitions.repeats(lane.states[0]):
             table.rounds.raise_by_one(rows)
             launched, quiet = self._launched_last
@@ -126,73 +118,6 @@ class Steps:
         self._launched_last = None, 0
         flight.is_last = left <= 0
         table.move(rows[flight.is_last], IDLE)
-
-    def land(self, flight: Flight) -> None:
-        """Waits for the step's tokens; counts, checks and reports each row whose request is still there."""
-        assert flight.handle is not None
-        try:
-            result = self._engine.collect(flight.handle)
-        except Exception as error:
-            log.exception("a step of %d rows failed as it was collected", flight.rows.size)
-            self._departures.fail_all(dict.fromkeys(flight.request_ids.tolist(), error))
-            return
-        if result.errors:
-            self._departures.fail_all(result.errors)
-        rows, ids, is_last = flight.rows, flight.request_ids, flight.is_last
-        if len(result.request_ids) != rows.size:
-            came = np.isin(ids, np.array(result.request_ids, np.int64))
-            rows, ids, is_last = rows[came], ids[came], _those(is_last, came)
-        if not rows.size:
-            return
-        tokens, fault = result.host["new_token"], result.host.get("fault")
-        if self._table.num_left != flight.num_left or (fault is not None and np.count_nonzero(fault)):
-            counts = self._sort_out(rows, ids, fault)
-            rows, tokens, is_last = rows[counts], tokens[counts], _those(is_last, counts)
-        if rows.size:
-            self._report(rows, tokens, is_last)
-        self._clock.mark("post_process")
-
-    def _sort_out(self, rows: np.ndarray, ids: np.ndarray, fault: np.ndarray | None) -> np.ndarray:
-        """Which rows count, bool [n]: not those whose request has left, nor broken ones, whose request ends here."""
-        counts = self._table.request_id[rows] == ids
-        self._counters.discarded_tokens += int(rows.size - counts.sum())
-        if fault is not None:
-            broken = rows[fault & counts]
-            self._counters.row_faults += broken.size
-            for row in broken.tolist():
-                self._departures.fail(row, EngineFault("the model's logits are not finite"))
-            counts &= ~fault
-        return counts
-
-    def _report(self, rows: np.ndarray, tokens: np.ndarray, is_last: np.ndarray | None) -> None:
-        """Rows whose requests are there, at least one."""
-        self._table.generated.raise_by_one(rows)
-        finish = self._stops.check(self._table, rows, tokens, is_last)
-        shown, names = tokens.astype(np.int32), self._named(rows)
-        if finish is None:
-            self._outbox.add_step(names, shown, self._running[: rows.size])
-            self._keep(rows, tokens)
-            return
-        is_output = finish != _STOP
-        shown[~is_output] = NO_TOKEN
-        self._outbox.add_step(names, shown, finish)
-        self._keep(rows[is_output], tokens[is_output])
-        ended = finish.nonzero()[0]
-        for row, reason in zip(rows[ended].tolist(), finish[ended].tolist(), strict=True):
-            self._departures.leave(row, FinishReason(reason))
-
-    def _named(self, rows: np.ndarray) -> Named:
-        """Whom the rows belong to; a step's array of rows never changes hands."""
-        last, names = self._named_last
-        if last is not rows or names is None:
-            table = self._table
-            names = named(table.request_id[rows], table.client[rows], table.ticket[rows])
-            self._named_last = rows, names
-        return names
-
-    def _keep(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        self._counters.generated_tokens += tokens.size
-        self._engine.extend_prefix_chains(rows, tokens)
 
     def settle(self, flight: Flight) -> None:
         """Deals with what a launch could not run, once no other step is in flight."""
@@ -227,7 +152,3 @@ class Steps:
             return
         newest = int(running[np.argmax(table.request_id[running])])
         self._departures.fail(newest, Unavailable("the KV cache is exhausted"))
-
-
-def _those(mask: np.ndarray | None, chosen: np.ndarray) -> np.ndarray | None:
-    return None if mask is None else mask[chosen]

@@ -28,7 +28,7 @@ from mstar.engine.pre_plan import PrePlanner
 from mstar.engine.requests import RequestTable
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.runner import StepRunner, build_resources
-from mstar.engine.resources.spec import NodeResourceSpec
+from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.submodule import NodeSubmodule
 from mstar.utils import knobs
 
@@ -131,6 +131,7 @@ class Engine:
         self._backend = backend
         self._dropped = dict.fromkeys(submodules, 0)
         self._requests = RequestTable(self.capacity, self.resources, self._forget)
+        self._accepting = [each for each in self.resources.values() if each.overrides("accept_tokens")]
         self._chains = [each for each in self.resources.values() if each.overrides("extend_prefix_chains")]
         self.clock = clock or NO_CLOCK
         self._step_runner = StepRunner(self.resources, specs)
@@ -202,6 +203,27 @@ class Engine:
         self._planner.settle()
         for resource in self._chains:
             resource.extend_prefix_chains(rows, tokens)
+
+    def accept_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
+        """Tokens int64 [n] that the requests on master rows ``rows`` int64 [n] kept: the gravest
+        :class:`~mstar.engine.resources.base.RowVerdict` of any resource, uint8 [n]; None: all go on."""
+        verdicts = None
+        for resource in self._accepting:
+            self._planner.settle()
+            found = resource.accept_tokens(rows, tokens)
+            if found is not None:
+                verdicts = found if verdicts is None else np.maximum(verdicts, found)
+        return verdicts
+
+    def prepare_request(self, configs: Mapping[str, ResourceReqConfig]) -> None:
+        """Does the slow work on a request's configs; called on any thread, before :meth:`ingest`.
+
+        Raises:
+            ValueError: a resource cannot honour its config.
+        """
+        for key, config in configs.items():
+            if config.needs_preparation:
+                self.resources[key].prepare_request(config)
 
     # What the conductor asks about nodes.
 

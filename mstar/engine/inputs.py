@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class RequestInfo:
     cached_tokens: int = 0  # leading prompt tokens that a prefix cache supplied; set at ingest
     resource_configs: Mapping[str, ResourceReqConfig] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)  # non-text inputs of the request, by input name
+
+    @cached_property
+    def needs_full_variant(self) -> bool:
+        """Whether some resource needs the ``full`` variant of a captured step for this request."""
+        return any(config.needs_full_variant for config in self.resource_configs.values())
 
 
 @dataclass

@@ -80,16 +80,16 @@ class Launcher:
 
     def _kept(self, node: EngineNode, batch: Batch) -> PreparedBatch | None:
         """What was prepared of these very rows, if that still holds."""
-        prepared = node.prepared.get(batch.graph_walk)
-        if prepared is not None and (prepared.batch is batch or prepared.batch.request_ids == batch.request_ids):
-            return prepared
+        for prepared in node.prepared.get(batch.graph_walk, ()):
+            if prepared.batch is batch or prepared.batch.request_ids == batch.request_ids:
+                return prepared
         staged = self._planner.prepared
         return staged if staged is not None and staged.batch is batch else None
 
     def _prepare(self, node: EngineNode, batch: Batch) -> PreparedBatch:
         prepared = prepare_batch(node, batch, self._requests.cached if node.caches_prefix else {})
         if prepared.is_reusable:
-            node.prepared[batch.graph_walk] = prepared
+            node.prepared[batch.graph_walk] = [prepared, *node.prepared.get(batch.graph_walk, ())[:1]]
         return prepared
 
     def _launch(self, node: EngineNode, prepared: PreparedBatch, in_flight: InFlight) -> None:

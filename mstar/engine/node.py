@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class EngineNode:
-    """``regions``: runners of captured regions by label.  ``prepared``: the last reusable batch, by walk.
+    """``regions``: runners of captured regions by label.  ``prepared``: the last two reusable batches by
+    walk, newest first: where some rows sit out every second step, two compositions take turns.
 
     ``slot`` is the next step's; slots rotate per node, since its buckets and regions share slot buffers.
     """
@@ -33,7 +34,7 @@ class EngineNode:
     resources: dict[str, Resource]
     num_slots: int
     regions: dict[str, PiecewiseGraphRunner] = field(default_factory=dict)
-    prepared: dict[str, PreparedBatch] = field(default_factory=dict)
+    prepared: dict[str, list[PreparedBatch]] = field(default_factory=dict)
     slot: int = 0
 
     def __post_init__(self) -> None:

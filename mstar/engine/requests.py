@@ -90,8 +90,9 @@ class RequestTable:
         caches = [resource for resource in self._caches if resource.enable_prefix_cache(request_id)]
         if caches and all(resource.prefix_skip_safe for resource in self._resources.values()):
             matched = min(resource.resolve_cached_prefix(request_id) for resource in caches)
+        skipped = None if info.prompt_ids is None else info.prompt_ids[:matched]
         for resource in self._skipping:
-            resource.apply_cached_prefix(request_id, info.row, matched)
+            resource.apply_cached_prefix(request_id, info.row, matched, skipped)
         info.cached_tokens = matched
         if matched:
             self.cached[request_id] = matched

@@ -100,6 +100,7 @@ class PreparedBatch:
     num_tokens: int
     equal_rows: bool
     key_info: Hashable | None
+    eager_reason: str | None
     can_batch: bool
     is_reusable: bool
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -157,6 +158,7 @@ def prepare_batch(node: EngineNode, batch: Batch, cached: Mapping[int, int]) -> 
         num_tokens=int(spans.sum()),
         equal_rows=template is not None or bool((spans == spans[:1]).all()),
         key_info=submodule.cg_key_info(walk, infos) if infos else None,
+        eager_reason=submodule.eager_reason(walk, infos),
         can_batch=submodule.can_batch(walk, inputs),
         is_reusable=template is not None,
         errors=errors,
@@ -212,6 +214,7 @@ def plan_rows(prepared: PreparedBatch, node: EngineNode, slot: int, eager_reason
         RuntimeError: the declared step is another capture variant than the leased bucket.
     """
     walk, runner, real = prepared.batch.graph_walk, node.runner, len(prepared.infos)
+    eager_reason = eager_reason or prepared.eager_reason
     shape = (prepared.num_tokens, prepared.key_info, prepared.equal_rows)
     lease = None if eager_reason else runner.lease_slot(walk, real, slot, *shape)
     ids, rows, spans = prepared.request_ids, prepared.rows, prepared.spans

@@ -54,6 +54,10 @@ class NodeSubmodule(nn.Module):
         """What tells captures of one shape apart for this batch."""
         return None
 
+    def eager_reason(self, graph_walk: str, infos: Sequence[RequestInfo]) -> str | None:
+        """Why no capture can serve this batch (the label of the eager-step counter); None: one may."""
+        return None
+
     def declare_step(
         self,
         graph_walk: str,

@@ -18,6 +18,7 @@ from mstar.kernels.philox import philox_words
 MAX_NOISE = np.float32(22.9)  # -log E of the smallest word is 22.88: no token makes up for more
 MIN_NOISE = -2.82  # and of the largest word it is -2.81
 FIRST_TOP = 128  # largest logits looked at before the nucleus is known to need more
+NOT_FINITE, NOTHING_LEFT = 1, 2  # faults of a row
 _CHUNK = 8192  # candidates whose words are made at once: the arrays stay in a core's cache
 
 # A token's mass, exp(score), as a whole number of 2**-40: sums are exact, so no order of summation moves a nucleus.
@@ -65,7 +66,12 @@ def draw_rows(
 
 
 def sample_rows(
-    logits: torch.Tensor, settings: RowSettings, apply_filters: bool, draw: Draw = draw_rows
+    logits: torch.Tensor,
+    settings: RowSettings,
+    apply_filters: bool,
+    draw: Draw = draw_rows,
+    *,
+    is_constrained: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token per row; reads values on the host.
 
@@ -77,9 +83,11 @@ def sample_rows(
         logits: [B, V], any float dtype; -inf bars a token.
         apply_filters: False leaves top-k and top-p out.
         draw: how the rows that are not greedy are drawn.
+        is_constrained: tokens may have been barred for a request's sake, so that a row of -inf alone is
+            ``NOTHING_LEFT``; otherwise it is ``NOT_FINITE``, as a row with a NaN or a +inf always is.
 
     Returns:
-        tokens int64 [B], and faults bool [B]: rows with a NaN, a +inf or no finite logit; their token is 0.
+        tokens int64 [B], and faults int8 [B]: 0 or what is wrong with a row, whose token is 0 then.
     """
     x = logits.float()
     host = x.numpy(force=True)
@@ -95,9 +103,27 @@ def sample_rows(
         index = torch.from_numpy(rows)
         chosen = RowSettings(*(column.cpu()[index] for column in settings))
         tokens[rows] = draw(x.cpu(), rows, best[rows], chosen, apply_filters)
+    faults = is_fault.view(np.int8)  # True is NOT_FINITE
+    if is_constrained:
+        faults[peak == -np.inf] = NOTHING_LEFT
     device = logits.device
     # Copied even to the CPU: into memory that a graph's later operators may count on.
-    return torch.from_numpy(tokens).to(device, copy=True), torch.from_numpy(is_fault).to(device, copy=True)
+    return torch.from_numpy(tokens).to(device, copy=True), torch.from_numpy(faults).to(device, copy=True)
+
+
+def kept_probabilities(logits: torch.Tensor, settings: RowSettings, apply_filters: bool) -> torch.Tensor:
+    """The distribution that :func:`sample_rows` draws from, float64 [B, V]; 0 for what is filtered out.
+
+    ``logits`` [B, V] on the CPU, of rows without a fault.
+    """
+    x = logits.float()
+    peak = x.max(-1).values
+    scores = scaled_scores(x, peak, settings.temperature)
+    floor = keep_floor(scores, settings, apply_filters)
+    kept = torch.where(scores >= floor[:, None], scores.double(), -torch.inf).softmax(-1)
+    is_greedy = (settings.temperature == 0) | (apply_filters & (settings.top_k == 1))
+    first = torch.nn.functional.one_hot(x.argmax(-1), x.shape[1]).double()
+    return torch.where(is_greedy[:, None], first, kept)
 
 
 def scaled_scores(x: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from mstar.engine.accelerator_graph_config import (
 )
 from mstar.engine.inputs import ARNodeInputs
 from mstar.model.text_rows import LOOPBACK, prompt_row
+from mstar.model.text_sampling import VARIANTS
 
 SMALLEST_PREFILL = 32  # tokens
 
@@ -21,7 +22,8 @@ def text_graph_configs(
     device: torch.device, max_rows: int, max_tokens: int, decode_sizes: tuple[int, ...] = ()
 ) -> list[AcceleratorGraphConfig]:
     """Captures of ``decode`` (equal rows of one token), and of ``prefill`` and ``mixed`` (ragged rows on one token
-    axis), which share theirs.
+    axis), which share theirs; each in every variant of sampling on the CPU, whose replays may read the host.  Elsewhere
+    steps of the full variant run eager.
 
     On the CPU every padded row costs its arithmetic: decode has a dense ladder, and packed steps, which run over
     the real tokens of their bucket there, need one bucket only.
@@ -35,22 +37,36 @@ def text_graph_configs(
     ladder = sorted({min(size, max_rows) for size in decode_sizes})
     if not ladder:
         ladder = dense_ladder(max_rows) if on_cpu else doubling_ladder(1, max_rows)
+    largest = max_tokens + max_rows
+    lengths = [largest] if on_cpu else doubling_ladder(min(SMALLEST_PREFILL, largest), largest)
+    rows = [max_rows] if on_cpu else doubling_ladder(1, max_rows)
+    return [
+        config
+        for variant in (VARIANTS if on_cpu else VARIANTS[:1])
+        for config in (_decode_config(ladder, variant), _packed_config(lengths, rows, variant))
+    ]
+
+
+def _decode_config(batch_sizes: list[int], variant: str | None) -> AcceleratorGraphConfig:
     last_token = torch.zeros(1, dtype=torch.int64)
-    decode = BatchedAcceleratorGraphConfig(
+    return BatchedAcceleratorGraphConfig(
         capture_graph_walk="decode",
         single_request_inputs=ARNodeInputs({LOOPBACK: last_token}, input_seq_len=1, walk="decode"),
-        capture_batch_sizes=ladder,
+        additional_key_info=variant,
+        capture_batch_sizes=batch_sizes,
     )
-    largest = max_tokens + max_rows
-    packed = PackedAcceleratorGraphConfig(
+
+
+def _packed_config(lengths: list[int], batch_sizes: list[int], variant: str | None) -> AcceleratorGraphConfig:
+    return PackedAcceleratorGraphConfig(
         capture_graph_walk="prefill",
         replay_graph_walks=["prefill", "mixed"],
-        capture_token_lengths=[largest] if on_cpu else doubling_ladder(min(SMALLEST_PREFILL, largest), largest),
+        additional_key_info=variant,
+        capture_token_lengths=lengths,
         make_node_input=lambda length: prompt_row(np.zeros(length, np.int64), "prefill"),
         token_layout=decode_rows_then_prompt,
-        capture_batch_sizes=[max_rows] if on_cpu else doubling_ladder(1, max_rows),
+        capture_batch_sizes=batch_sizes,
     )
-    return [decode, packed]
 
 
 def dense_ladder(largest: int) -> list[int]:

@@ -9,13 +9,13 @@ from typing import Any
 
 from mstar.model.config import ModelConfig
 from mstar.model.families import Family, family_of_hf
-from mstar.model.gguf_config import config_from_gguf, generation_from_gguf
+from mstar.model.generation import generation_of_gguf, generation_of_hf
+from mstar.model.gguf_config import config_from_gguf
 from mstar.model.gguf_file import GGUFFile
 from mstar.model.hf_config import config_from_hf
 from mstar.model.hf_folder import (
     chat_template_of,
     eos_of_generation,
-    generation_of,
     id_of_token,
     read_json,
     token_text,
@@ -29,8 +29,8 @@ class Checkpoint:
     """One opened checkpoint.
 
     ``tokenizer_source`` is the path of ``tokenizer.json`` or a GGUF's metadata.  ``eos_ids`` unites the ids of the
-    configuration, the generation configuration and the tokenizer.  ``generation`` holds the sampling defaults that
-    the model's author recommends, by option name.  ``gguf`` is None for a Hugging Face folder.
+    configuration, the generation configuration and the tokenizer.  ``generation`` holds the defaults that the
+    model's author recommends, by parameter name.  ``gguf`` is None for a Hugging Face folder.
     """
 
     name: str
@@ -72,7 +72,7 @@ def _open_gguf(name: str, path: Path) -> Checkpoint:
         chat_template=template if isinstance(template, str) else None,
         bos_token=_token_of(meta, "tokenizer.ggml.bos_token_id"),
         eos_token=_token_of(meta, "tokenizer.ggml.eos_token_id"),
-        generation=generation_from_gguf(meta),
+        generation=generation_of_gguf(meta, str(path)),
         gguf=file,
     )
 
@@ -100,7 +100,7 @@ def _open_folder(name: str, folder: Path) -> Checkpoint:
         chat_template=chat_template_of(folder, tokenizer_config),
         bos_token=token_text(tokenizer_config, "bos_token"),
         eos_token=eos_token,
-        generation=generation_of(generation),
+        generation=generation_of_hf(generation, str(generation_file)),
     )
 
 

@@ -44,8 +44,12 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, attn: Any, rope: Any) -> torch.Tensor:
         """Logits [rows, vocabulary] of ``input_ids`` int64 [tokens], rows packed one behind the other."""
+        return self.head(self.hidden(input_ids, attn, rope, only_last=True))
+
+    def hidden(self, input_ids: torch.Tensor, attn: Any, rope: Any, *, only_last: bool) -> torch.Tensor:
+        """What the head reads, of every token [tokens, hidden] or of each row's last alone [rows, hidden]."""
         x, delta = self.embedding(input_ids), None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            x, delta = layer(x, delta, attn, rope, only_last=index == last)
-        return self.head(self.norm(x, delta))
+            x, delta = layer(x, delta, attn, rope, only_last=only_last and index == last)
+        return self.norm(x, delta)

@@ -21,7 +21,7 @@ class ModelFront:
     """A text model without its weights.  Its methods may be called from several threads.
 
     ``vocab_size`` counts the embedding's rows: a prompt's ids must be below it.  ``context_length`` is the model's
-    own limit of prompt plus output, in tokens.  ``generation`` holds the author's sampling defaults that the
+    own limit of prompt plus output, in tokens.  ``generation`` holds the defaults of parameters that the
     checkpoint names.  ``chat`` is None for a model without a chat template.
     """
 

@@ -123,12 +123,6 @@ def eos_ids_of(meta: dict[str, Any], path: str) -> frozenset[int]:
     return frozenset().union(*(read_ids(meta, f"tokenizer.ggml.{key}", path) for key in EOS_KEYS))
 
 
-def generation_from_gguf(meta: dict[str, Any]) -> dict[str, Any]:
-    """Sampling defaults the file's author recommends (``general.sampling.*``)."""
-    keys = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-    return {name: meta[f"general.sampling.{key}"] for name, key in keys.items() if f"general.sampling.{key}" in meta}
-
-
 def _scaling_of(meta: dict[str, Any], prefix: str) -> dict[str, Any] | None:
     kind = meta.get(prefix + "type")
     if kind in (None, "none"):

@@ -10,8 +10,6 @@ from typing import Any
 from mstar.model.config import read_ids
 from mstar.utils.errors import LoadError
 
-SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, or None if there is no such file.  LoadError naming the file if it cannot be read."""
@@ -59,11 +57,6 @@ def id_of_token(folder: Path, tokenizer_config: Mapping[str, Any], text: str | N
             return int(entry["id"])
     vocab = (tokenizer.get("model") or {}).get("vocab")
     return vocab.get(text) if isinstance(vocab, dict) else None
-
-
-def generation_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling defaults of ``generation_config.json`` that are set."""
-    return {key: raw[key] for key in SAMPLING_KEYS if raw.get(key) is not None}
 
 
 def eos_of_generation(raw: Mapping[str, Any], file: str) -> frozenset[int]:

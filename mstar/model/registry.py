@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from mstar.engine.resources.attention.config import AttentionConfig, AttentionSpec
+from mstar.engine.resources.grammar.config import Vocabulary
 from mstar.engine.resources.kv.config import NUM_RESERVED_PAGES, PagedKVConfig, PagedKVSpec
 from mstar.engine.resources.positions.config import PositionConfig, PositionSpec
-from mstar.engine.resources.sampler.config import SamplerSpec
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.graph import EMIT_TO_CLIENT, EMPTY_DESTINATION, Edge, Loop, Node, Walk
 from mstar.kernels.rope_frequencies import attention_factor, inverse_frequencies
 from mstar.model.checkpoint import Checkpoint, open_checkpoint
 from mstar.model.config import ModelConfig
 from mstar.model.engine_model import EngineModel
+from mstar.model.front import front_of
 from mstar.model.loader import EMBEDDING, load_decoder
 from mstar.model.memory import default_kv_bytes
 from mstar.model.options import ModelLoadOptions
 from mstar.model.text_llm import DECODE, NODE, PREFILL, TextLLM
 from mstar.model.text_rows import LOOPBACK
+from mstar.model.text_sampling import sampling_specs
 from mstar.model.weights import WeightReader, choose_dtype, open_tensors
 from mstar.utils.errors import LoadError
 
@@ -59,7 +63,13 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype | None, op
     return EngineModel(
         name=name,
         submodules={NODE: submodule},
-        resource_specs=resource_specs(config, kv_config, deterministic=options.deterministic),
+        resource_specs=resource_specs(
+            config,
+            kv_config,
+            partial(_vocabulary, checkpoint),
+            eos_ids=checkpoint.eos_ids,
+            deterministic=options.deterministic,
+        ),
         walks=text_walks(max_seq_len),
         walk_order=(PREFILL, DECODE),
         vocab_size=config.vocab_size,
@@ -80,8 +90,15 @@ def text_walks(max_seq_len: int) -> list[Walk]:
     return [Walk(PREFILL, prefill), Walk(DECODE, Loop(decode, max_iters=max_seq_len, stop_signal="decode_loop"))]
 
 
-def resource_specs(config: ModelConfig, kv: PagedKVConfig, *, deterministic: bool = False) -> list[NodeResourceSpec]:
-    """The four resources of a text model's node."""
+def resource_specs(
+    config: ModelConfig,
+    kv: PagedKVConfig,
+    vocabulary: Callable[[], Vocabulary],
+    *,
+    eos_ids: Iterable[int] = (),
+    deterministic: bool = False,
+) -> list[NodeResourceSpec]:
+    """The resources of a text model's node."""
     rope = PositionConfig(
         rotary_dim=config.rotary_dim,
         rope_theta=config.rope_theta,
@@ -92,8 +109,18 @@ def resource_specs(config: ModelConfig, kv: PagedKVConfig, *, deterministic: boo
         PagedKVSpec("kv_cache", {NODE}, kv),
         AttentionSpec("attn", {NODE}, attention),
         PositionSpec("rope", {NODE}, rope),
-        SamplerSpec("sampler", {NODE}, vocab_size=config.vocab_size, enable_repetion_penalty=False),
+        *sampling_specs({NODE}, config.vocab_size, eos_ids, vocabulary),
     ]
+
+
+def _vocabulary(checkpoint: Checkpoint) -> Vocabulary:
+    front = front_of(checkpoint)
+    tokenizer = front.tokenizer
+    return Vocabulary(
+        pieces=tokenizer.all_pieces()[: front.vocab_size],
+        special_ids=tokenizer.special_ids,
+        eos_ids=front.eos_ids,
+    )
 
 
 def size_kv(

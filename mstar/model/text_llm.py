@@ -12,18 +12,19 @@ from mstar.engine.inputs import ARNodeInputs, ModelInputsFromEngine, NodeInputs,
 from mstar.engine.outputs import BatchedModelOutput
 from mstar.engine.resources.attention.config import AttentionStep
 from mstar.engine.resources.kv.config import KVStep
+from mstar.engine.resources.logprobs.config import LogprobsReqConfig
 from mstar.engine.resources.positions.config import PositionStep
 from mstar.engine.resources.sampler.config import SamplerStep, narrow_to_final
-from mstar.engine.resources.step import MAIN_LABEL, Segment, SlotLease, SubmoduleStep
+from mstar.engine.resources.step import MAIN_LABEL, ResourceStep, Segment, SlotLease, SubmoduleStep
 from mstar.engine.submodule import ARNodeSubmodule
 from mstar.model.captures import text_graph_configs
 from mstar.model.decoder import Decoder
 from mstar.model.text_rows import LOOPBACK, collate, decode_row, prompt_row, split_row
+from mstar.model.text_sampling import FULL, NEW_TOKEN, VARIANTS, sample, sampling_steps, variant_of
 from mstar.utils import knobs
 
 NODE = "LLM"
 PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
-NEW_TOKEN, FAULT = "new_token", "fault"
 
 
 class TextLLM(ARNodeSubmodule):
@@ -31,8 +32,7 @@ class TextLLM(ARNodeSubmodule):
 
     Walk ``prefill`` takes a request's prompt, ``decode`` the token that its sampler drew last, ``mixed`` rows of
     both, those of ``decode`` first.  Drawn tokens stay on the device: with ``MSTAR_DEVICE_LOOPBACK`` (read here, once)
-    in the sampler, else as a tensor per row.  Outputs per row: ``new_token`` int64, and ``fault``: its logits were
-    not finite.
+    in the sampler, else as a tensor per row.  Outputs per row: those of :func:`mstar.model.text_sampling.sample`.
     """
 
     def __init__(self, decoder: Decoder, *, max_rows: int, max_tokens: int, decode_sizes: tuple[int, ...] = ()) -> None:
@@ -42,7 +42,8 @@ class TextLLM(ARNodeSubmodule):
         self.reads_device_loopback = knobs.device_loopback_enabled()
         self._shapes = (max_rows, max_tokens, decode_sizes)
         self._decode_row = decode_row(DECODE)
-        self._decode_step = _step(SamplerStep(), None)  # without segments: every row its one token
+        # Without segments: every row its one token.
+        self._decode_steps = {variant: _step(SamplerStep(), None, variant) for variant in VARIANTS}
 
     def get_combined_graph_walks(self) -> dict[str, dict[str, tuple[str, ...]]]:
         return {NODE: {MIXED: (DECODE, PREFILL)}}
@@ -69,6 +70,15 @@ class TextLLM(ARNodeSubmodule):
     def max_batch_size(self, graph_walk: str) -> int | None:
         return self._shapes[0]
 
+    def cg_key_info(self, graph_walk: str, infos: Sequence[RequestInfo]) -> str | None:
+        return FULL if any(info.needs_full_variant for info in infos) else None
+
+    def eager_reason(self, graph_walk: str, infos: Sequence[RequestInfo]) -> str | None:
+        # The head over every token of a prompt, for the few that ask: no capture has room for that.
+        if graph_walk != DECODE and any(_asks_about_prompt(info) for info in infos):
+            return "prompt_logprobs"
+        return None
+
     def declare_step(
         self,
         graph_walk: str,
@@ -77,12 +87,15 @@ class TextLLM(ARNodeSubmodule):
         slot_lease: SlotLease | None = None,
         piecewise_leases: Mapping[str, SlotLease] | None = None,
     ) -> SubmoduleStep | None:
+        variant = variant_of(slot_lease)
         if graph_walk == DECODE:
-            return self._decode_step
+            return self._decode_steps[variant]
         segments = tuple(
             [Segment(i, MAIN_LABEL, row.input_seq_len) for i, row in zip(request_ids, inputs, strict=True)]
         )
-        return _step(narrow_to_final(SamplerStep(segments), request_ids, inputs), segments)
+        tracked = {} if variant is None else _prompt_ids(request_ids, inputs)
+        sampler = SamplerStep(segments, prefill_tracked_tokens=tracked)
+        return _step(narrow_to_final(sampler, request_ids, inputs), segments, variant)
 
     def preprocess(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, inputs: Sequence[NodeInputs]
@@ -98,23 +111,39 @@ class TextLLM(ARNodeSubmodule):
     def forward_batched(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, **tensors: Any
     ) -> BatchedModelOutput:
-        resources = engine_inputs.resources
-        sampler = resources["sampler"]
-        logits = self.decoder(tensors["input_ids"], resources["attn"], resources["rope"])
-        tokens = sampler.sample(logits)
-        return BatchedModelOutput(check_stop_buffers={NEW_TOKEN: tokens, FAULT: sampler.faults()})
+        resources, ids = engine_inputs.resources, tensors["input_ids"]
+        attn, rope = resources["attn"], resources["rope"]
+        variant = variant_of(engine_inputs.ctx.slot_lease)
+        of_prompts: dict[int, dict[str, list[torch.Tensor]]] = {}
+        if variant == FULL and resources["logprobs"].wants_prompt:
+            hidden = self.decoder.hidden(ids, attn, rope, only_last=False)
+            of_prompts = resources["logprobs"].of_prompts(hidden, self.decoder.head)
+            logits = self.decoder.head(attn.last_rows(hidden))
+        else:
+            logits = self.decoder(ids, attn, rope)
+        return BatchedModelOutput(per_rid_outputs=of_prompts, check_stop_buffers=sample(resources, logits, variant))
 
     def get_accelerator_graph_configs(self, device: torch.device) -> list[AcceleratorGraphConfig]:
         max_rows, max_tokens, decode_sizes = self._shapes
         return text_graph_configs(device, max_rows, max_tokens, decode_sizes)
 
 
-def _step(sampler: SamplerStep, segments: tuple[Segment, ...] | None) -> SubmoduleStep:
+def _asks_about_prompt(info: RequestInfo) -> bool:
+    config = info.resource_configs.get("logprobs")
+    return isinstance(config, LogprobsReqConfig) and config.num_prompt_top >= 0
+
+
+def _prompt_ids(request_ids: Sequence[int], inputs: Sequence[NodeInputs]) -> dict[Any, torch.Tensor]:
+    rows = zip(request_ids, inputs, strict=True)
+    return {i: row.input_ids for i, row in rows if isinstance(row, ARNodeInputs) and row.input_ids is not None}
+
+
+def _step(sampler: SamplerStep, segments: tuple[Segment, ...] | None, variant: str | None) -> SubmoduleStep:
     """Handed to each resource here, for the step would have to copy them all to do so."""
-    steps = {
+    steps: dict[str, ResourceStep] = {
         "kv_cache": KVStep(segments),
         "attn": AttentionStep(segments, causal=True),
         "rope": PositionStep(segments),
-        "sampler": sampler,
+        **sampling_steps(sampler, variant),
     }
-    return SubmoduleStep(steps=steps, segments=segments)
+    return SubmoduleStep(steps=steps, segments=segments, cg_key_info=variant)

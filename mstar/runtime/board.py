@@ -46,6 +46,9 @@ class Slot(IntEnum):
     REFUSED = 17
     DISCARDED_TOKENS = 18
     CACHED_PROMPT_TOKENS = 19
+    FINISHED_TIMEOUT = 20
+    EXPIRED = 21
+    CONSTRAINT_FAULTS = 22
 
 
 class Board:

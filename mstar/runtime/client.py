@@ -16,7 +16,20 @@ import zmq
 from mstar.runtime import messages
 from mstar.runtime.board import Board, Slot, StaleCheck
 from mstar.runtime.launch import load_failure, start_engine
-from mstar.runtime.messages import Beat, Bye, Cancel, EngineRequest, Failed, Finish, Hello, StepTokens, Submit, Welcome
+from mstar.runtime.messages import (
+    Beat,
+    Bye,
+    Cancel,
+    EngineRequest,
+    Failed,
+    Finish,
+    Hello,
+    PromptTokens,
+    StepTokens,
+    Submit,
+    TokenRows,
+    Welcome,
+)
 from mstar.runtime.options import EngineOptions
 from mstar.runtime.presence import EngineFolder, EngineRecord, open_engine_folder
 from mstar.runtime.processes import ExitWatch
@@ -35,8 +48,11 @@ _numbers = itertools.count()
 class EngineListener(Protocol):
     """What an engine has to say; called on the client's one receive thread, so every call must be short."""
 
-    def on_tokens(self, tickets: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> None:
-        """Rows of one step: int64, int32 (-1: no token), uint8 ``FinishReason``; all [rows], read only."""
+    def on_tokens(self, rows: TokenRows) -> None:
+        """Rows of one step; the arrays are read only."""
+
+    def on_prompt_logprobs(self, ticket: int, records: np.ndarray) -> None:
+        """What was asked about a request's prompt, before its first row: LOGPROB [prompt tokens - 1], read only."""
 
     def on_failed(self, ticket: int, code: ErrorCode, message: str) -> None:
         """A request ended with an error."""
@@ -243,7 +259,9 @@ class EngineClient:
     def _dispatch(self, frame: bytes) -> None:
         message = messages.decode_from_engine(frame)
         if isinstance(message, StepTokens):
-            self._listener.on_tokens(*message.arrays())
+            self._listener.on_tokens(message.rows())
+        elif isinstance(message, PromptTokens):
+            self._listener.on_prompt_logprobs(message.ticket, message.records())
         elif isinstance(message, Failed):
             self._listener.on_failed(message.ticket, ErrorCode(message.code), message.message)
 

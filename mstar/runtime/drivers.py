@@ -6,17 +6,20 @@ import itertools
 import os
 import queue
 import sys
+import time
 from typing import Protocol
 
 import numpy as np
 
-from mstar.conductor.report import Failure, StepReport
+from mstar.conductor.report import Failure, PromptLogprobs, StepReport, empty_report
 from mstar.conductor.request import EngineRequest
 from mstar.runtime.client import EngineClient
 from mstar.runtime.launch import thread_waiting
-from mstar.runtime.messages import Welcome
+from mstar.runtime.messages import TokenRows, Welcome
 from mstar.runtime.options import EngineOptions, FrontOptions
 from mstar.utils.errors import EngineFault, ErrorCode
+
+IDLE_WAIT_S = 0.001  # after a step that did nothing
 
 
 class Driver(Protocol):
@@ -58,7 +61,12 @@ class InProcess:
         self.submit = self.core.submit
         self.cancel = self.core.cancel
         self.finish = self.core.finish
-        self.poll = self.core.step
+
+    def poll(self) -> StepReport:
+        report = self.core.step()
+        if report.is_empty and not report.num_stepped:
+            time.sleep(IDLE_WAIT_S)  # what is waited for needs the cores: a grammar to compile
+        return report
 
     def close(self) -> None:
         """Frees the engine with this object."""
@@ -96,13 +104,25 @@ class InChild:
         self.client.close(wait_s=10.0)
 
     # The client's receive thread.
-    def on_tokens(self, tickets: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> None:
-        self._events.put(StepReport(tickets, np.zeros_like(tickets), tickets, tokens, finish, num_stepped=tickets.size))
+    def on_tokens(self, rows: TokenRows) -> None:
+        tickets = rows.tickets
+        report = StepReport(
+            tickets,
+            np.zeros_like(tickets),
+            tickets,
+            rows.tokens,
+            rows.finish,
+            num_stepped=tickets.size,
+            logprob_rows=rows.logprob_rows,
+            logprobs=rows.logprobs,
+        )
+        self._events.put(report)
+
+    def on_prompt_logprobs(self, ticket: int, records: np.ndarray) -> None:
+        self._events.put(empty_report(prompt_logprobs=[PromptLogprobs(0, ticket, records)]))
 
     def on_failed(self, ticket: int, code: ErrorCode, message: str) -> None:
-        nothing = np.empty(0, np.int64)
-        failures = [Failure(ticket, 0, ticket, code, message)]
-        self._events.put(StepReport(nothing, nothing, nothing, nothing, nothing, failures))
+        self._events.put(empty_report(failures=[Failure(ticket, 0, ticket, code, message)]))
 
     def on_engine_lost(self, message: str) -> None:
         self._events.put(EngineFault(message))

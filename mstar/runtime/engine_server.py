@@ -14,7 +14,7 @@ from mstar.runtime import messages
 from mstar.runtime.board import Board, EngineState, Slot
 from mstar.runtime.core import EngineCore
 from mstar.runtime.fronts import Front, Fronts
-from mstar.runtime.messages import Beat, Bye, Cancel, Failed, Finish, Hello, Submit
+from mstar.runtime.messages import Beat, Bye, Cancel, Failed, Finish, Hello, PromptTokens, Submit
 from mstar.runtime.outgoing import by_client
 from mstar.runtime.presence import EngineFolder
 from mstar.runtime.processes import ExitWatch
@@ -85,6 +85,10 @@ class EngineServer:
         self._watchdog.step_begins()
         report = self._core.step()
         self._watchdog.step_ends()
+        for prompt in report.prompt_logprobs:
+            front = self._fronts.by_number(prompt.client)
+            if front is not None:
+                self._send(front, PromptTokens(prompt.ticket, prompt.logprobs.tobytes()))
         for client, ended, message in by_client(report):
             front = self._fronts.by_number(client)
             if front is not None:
@@ -93,8 +97,8 @@ class EngineServer:
                 self._send(front, message)
         for failure in report.failures:
             self._send_failure(failure.client, failure.ticket, failure.code, failure.message)
-        if report.num_stepped == 0 and not report.failures and not report.request_ids.size:
-            time.sleep(0.001)  # every row is held back: the cores are for those who will free something
+        if report.is_empty and not report.num_stepped:
+            time.sleep(0.001)  # nothing could run: the cores are for those who will free or prepare something
 
     # Messages out.
 
@@ -230,8 +234,11 @@ class EngineServer:
         board[Slot.DISCARDED_TOKENS] = counters.discarded_tokens
         board[Slot.CACHED_PROMPT_TOKENS] = counters.cached_prompt_tokens
         board[Slot.ROW_FAULTS] = counters.row_faults
+        board[Slot.CONSTRAINT_FAULTS] = counters.constraint_faults
         board[Slot.FINISHED_STOP] = counters.finished[FinishReason.STOP]
         board[Slot.FINISHED_LENGTH] = counters.finished[FinishReason.LENGTH]
         board[Slot.FINISHED_CANCELLED] = counters.finished[FinishReason.CANCELLED]
+        board[Slot.FINISHED_TIMEOUT] = counters.finished[FinishReason.TIMEOUT]
+        board[Slot.EXPIRED] = counters.expired
         board[Slot.FAILED] = counters.failed
         board[Slot.REFUSED] = counters.refused.total()

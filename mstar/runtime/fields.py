@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import re
@@ -10,10 +11,12 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
+from mstar.runtime.json_text import DuplicateKey, parse_json
 from mstar.utils.errors import InvalidArgument
 
-Kind = Literal["int", "float", "bool", "str", "strings", "ints", "bytes"]
+Kind = Literal["int", "float", "bool", "str", "strings", "ints", "bytes", "biases", "json"]
 
+INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 FLOAT32_MAX = 3.4028234663852886e38
 _NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?\s*", re.ASCII)
@@ -26,8 +29,11 @@ class Field:
     """One row of a table of parameters or options.
 
     ``default`` None means unset.  ``low`` and ``high`` are inclusive unless ``above_low``; they bound numbers,
-    the length of every string, and each entry of a list.  ``max_items`` bounds a list.  ``choices`` are the
-    allowed strings.  ``allowed`` is the sentence an error message gives.
+    the length of every string, and each entry of a list.  ``min_items`` and ``max_items`` bound a list.  ``choices``
+    are the allowed strings.  ``allowed`` is the sentence an error message gives.
+
+    Kinds beyond the obvious: ``bytes`` is a size; ``biases`` an object of token ids to numbers, each cut to ``low`` ..
+    ``high``; ``json`` a text, or any JSON value, which becomes its text.
     """
 
     name: str
@@ -40,6 +46,7 @@ class Field:
     above_low: bool = False
     choices: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    min_items: int = 0
     max_items: int = 64
 
     @property
@@ -48,9 +55,11 @@ class Field:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         noun = _NOUNS[self.kind]
+        if self.kind == "biases":
+            return f"{noun}{self._item_bound()}"
         if self.kind == "bool" or (self.low is None and self.high is None):
             return noun
-        if self.kind in ("str", "strings"):
+        if self.kind in ("str", "strings", "json"):
             return f"{noun} of {self.low} to {self.high} characters" + self._item_bound()
         low = "" if self.low is None else f"{'>' if self.above_low else '>='} {_show(self.low)}"
         high = "" if self.high in (None, FLOAT32_MAX) else f"<= {_show(self.high)}"
@@ -84,6 +93,10 @@ class Field:
                 return tuple(self._integer(item) for item in self._items(value))
             case "strings":
                 return tuple(dict.fromkeys(self._string(item) for item in self._items(value)))
+            case "biases":
+                return self._biases(value)
+            case "json":
+                return self._string(value if isinstance(value, str) else self._json_text(value))
 
     def refuse(self, value: Any) -> InvalidArgument:
         """The error for a value outside the field's contract."""
@@ -92,7 +105,10 @@ class Field:
         return InvalidArgument(self.name, self.allowed, value)
 
     def _item_bound(self) -> str:
-        return f", at most {self.max_items} of them" if self.kind in ("strings", "ints") else ""
+        if self.kind not in ("strings", "ints", "biases"):
+            return ""
+        count = f"{self.min_items} to {self.max_items}" if self.min_items else f"at most {self.max_items}"
+        return f", {count} of them"
 
     def _integer(self, value: Any) -> int:
         if _is_bool(value):
@@ -151,11 +167,48 @@ class Field:
             items: list[Any] = [value] if self.kind == "strings" else [part for part in value.split(",") if part]
         elif isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
             items = list(value)
+        elif isinstance(value, numbers.Number) and self.kind == "ints":
+            items = [value]
         else:
             raise self.refuse(value)
-        if len(items) > self.max_items:
-            raise InvalidArgument(self.name, self.allowed, f"{len(items)} of them")
+        self._check_count(len(items))
         return items
+
+    def _check_count(self, count: int) -> None:
+        if not self.min_items <= count <= self.max_items:
+            raise InvalidArgument(self.name, self.allowed, f"{count} of them")
+
+    def _biases(self, value: Any) -> dict[int, float]:
+        """Ids as integers or their decimal text, as the keys of JSON are."""
+        if isinstance(value, str):
+            try:
+                value = parse_json(value)
+            except DuplicateKey as error:
+                raise InvalidArgument(self.name, "each token id once", error.key) from None
+            except ValueError:
+                raise self.refuse(value) from None
+        if not isinstance(value, Mapping):
+            raise self.refuse(value)
+        self._check_count(len(value))
+        low, high = (math.inf * sign if bound is None else bound for sign, bound in ((-1, self.low), (1, self.high)))
+        id_of = replace(self, kind="int", low=0, high=INT32_MAX)._integer
+        bias_of = replace(self, kind="float", low=None, high=None)._float
+        biases: dict[int, float] = {}
+        for key, bias in value.items():
+            try:
+                token_id, number = id_of(key), bias_of(bias)
+            except InvalidArgument:
+                raise self.refuse({key: bias}) from None
+            if token_id in biases:
+                raise InvalidArgument(self.name, "each token id once", key)
+            biases[token_id] = min(max(number, low), high)
+        return biases
+
+    def _json_text(self, value: Any) -> str:
+        try:
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise self.refuse(value) from None
 
     def _is_inside(self, number: Any) -> bool:
         if self.low is not None and (number < self.low or (self.above_low and number == self.low)):
@@ -171,6 +224,8 @@ _NOUNS: Mapping[Kind, str] = {
     "str": "a string",
     "strings": "strings",
     "ints": "integers",
+    "biases": "an object of token ids to finite numbers",
+    "json": "a string or JSON value",
 }
 
 

@@ -7,19 +7,34 @@ exactly one of: a row of :class:`StepTokens` whose finish is not ``RUNNING``; a 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
-from mstar.conductor.request import NO_TOKEN, EngineRequest, FinishReason
+from mstar.conductor.request import LOGPROB, NO_TOKEN, EngineRequest, FinishReason
 
 __all__ = [
     "NO_TOKEN", "PROTOCOL", "Beat", "Bye", "Cancel", "EngineRequest", "Failed", "Finish", "FinishReason", "FromEngine",
-    "Hello", "StepTokens", "Submit", "ToEngine", "Welcome", "decode_from_engine", "decode_to_engine", "encode",
+    "Hello", "PromptTokens", "StepTokens", "Submit", "ToEngine", "TokenRows", "Welcome", "decode_from_engine",
+    "decode_to_engine", "encode",
 ]  # fmt: skip
 
-PROTOCOL = 1
+PROTOCOL = 2
+
+
+class TokenRows(NamedTuple):
+    """Rows of one or several steps, in order.
+
+    ``tokens`` holds :data:`NO_TOKEN` or a :func:`~mstar.conductor.request.stop_code` where a row ends without output.
+    ``logprobs``: records LOGPROB [m] of the rows at ``logprob_rows``, ascending; None where nobody asked.
+    """
+
+    tickets: np.ndarray  # int64 [n]
+    tokens: np.ndarray  # int32 [n]
+    finish: np.ndarray  # uint8 [n], FinishReason
+    logprob_rows: np.ndarray | None = None  # int64 [m]
+    logprobs: np.ndarray | None = None
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -79,19 +94,32 @@ class Welcome(_Message, frozen=True, array_like=True, tag=True):
 
 
 class StepTokens(_Message, frozen=True, array_like=True, tag=True):
-    """One step's rows of one front end: int64 tickets, int32 tokens, uint8 :class:`FinishReason`, as raw bytes."""
+    """One step's rows of one front end, as raw bytes of what :class:`TokenRows` has."""
 
     tickets: bytes
     tokens: bytes
     finish: bytes
+    logprob_rows: bytes = b""
+    logprobs: bytes = b""
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """tickets int64 [n], tokens int32 [n], finish uint8 [n]."""
-        return (
+    def rows(self) -> TokenRows:
+        return TokenRows(
             np.frombuffer(self.tickets, dtype="<i8"),
             np.frombuffer(self.tokens, dtype="<i4"),
             np.frombuffer(self.finish, dtype="u1"),
+            np.frombuffer(self.logprob_rows, dtype="<i8") if self.logprob_rows else None,
+            np.frombuffer(self.logprobs, dtype=LOGPROB) if self.logprobs else None,
         )
+
+
+class PromptTokens(_Message, frozen=True, array_like=True, tag=True):
+    """What was asked about a prompt's tokens, before the ticket's first row: records LOGPROB [tokens - 1] as bytes."""
+
+    ticket: int
+    logprobs: bytes
+
+    def records(self) -> np.ndarray:
+        return np.frombuffer(self.logprobs, dtype=LOGPROB)
 
 
 class Failed(_Message, frozen=True, array_like=True, tag=True):
@@ -103,7 +131,7 @@ class Failed(_Message, frozen=True, array_like=True, tag=True):
 
 
 ToEngine: TypeAlias = Hello | Beat | Bye | Submit | Cancel | Finish
-FromEngine: TypeAlias = Welcome | StepTokens | Failed
+FromEngine: TypeAlias = Welcome | StepTokens | PromptTokens | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -184,26 +184,53 @@ FRONT_OPTIONS: tuple[Field, ...] = (
         low=0,
         high=INT64_MAX,
         unit="tokens",
-        doc="max_tokens of a request that gives none. Unset: what the context leaves.",
+        doc="max_tokens of a request that gives none. Unset: the model's own, else what the context leaves.",
     ),
     Field(
         name="default_temperature",
         kind="float",
         low=0.0,
         high=FLOAT32_MAX,
-        doc="temperature of a request that gives none. Unset: the checkpoint's generation config, else 0.6.",
+        doc="temperature of a request that gives none. Unset: the model's own, else 0.6.",
     ),
     Field(
-        name="default_top_k", kind="int", default=0, low=-1, high=INT64_MAX, doc="top_k of a request that gives none."
+        name="default_top_k",
+        kind="int",
+        low=-1,
+        high=INT64_MAX,
+        doc="top_k of a request that gives none. Unset: the model's own, else off.",
     ),
     Field(
         name="default_top_p",
         kind="float",
-        default=1.0,
         low=0.0,
         high=1.0,
         above_low=True,
-        doc="top_p of a request that gives none.",
+        doc="top_p of a request that gives none. Unset: the model's own, else off.",
+    ),
+    Field(
+        name="default_min_p",
+        kind="float",
+        low=0.0,
+        high=1.0,
+        doc="min_p of a request that gives none. Unset: the model's own, else off.",
+    ),
+    Field(
+        name="default_repetition_penalty",
+        kind="float",
+        low=0.0,
+        high=FLOAT32_MAX,
+        above_low=True,
+        doc="repetition_penalty of a request that gives none. Unset: the model's own, else off.",
+    ),
+    Field(
+        name="max_n",
+        kind="int",
+        default=16,
+        low=1,
+        high=4096,
+        unit="texts",
+        doc="Most texts that one request may ask for (n).",
     ),
     Field(
         name="response_threads",
@@ -277,8 +304,11 @@ class FrontOptions(_Options, frozen=True, kw_only=True):
     engine: str | None = None
     default_max_tokens: int | None = None
     default_temperature: float | None = None
-    default_top_k: int = 0
-    default_top_p: float = 1.0
+    default_top_k: int | None = None
+    default_top_p: float | None = None
+    default_min_p: float | None = None
+    default_repetition_penalty: float | None = None
+    max_n: int = 16
     response_threads: int = 4
     load_timeout_s: float = 1800.0
 

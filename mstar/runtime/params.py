@@ -1,142 +1,80 @@
-"""Per-request parameters: the one table from which parsing, errors and documentation come."""
+"""Per-request parameters: from any spelling a client uses to checked values."""
 
 from __future__ import annotations
 
-import difflib
+import textwrap
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
-from mstar.runtime.fields import FLOAT32_MAX, INT64_MAX, Field
-from mstar.utils.errors import InvalidArgument, shorten
+from mstar.runtime.fields import Field
+from mstar.runtime.guides import check_guide
+from mstar.runtime.param_table import FIELDS, PARAMETERS, RESPONSE_PARAMETERS, SAMPLING_PARAMETERS
+from mstar.runtime.spellings import SAMPLES, check_samples, respell
+from mstar.utils.errors import InvalidArgument
 
-GREEDY_BELOW = 1e-5  # a temperature under this is 0: dividing by it would overflow, and its draw is the maximum
+__all__ = [
+    "FIELDS", "GREEDY_BELOW", "PARAMETERS", "RESPONSE_PARAMETERS", "SAMPLING_PARAMETERS", "SMALLEST_TOP_P",
+    "ResponseParams", "SamplingParams", "coerce_parameters", "parse_parameters", "split_parameters",
+]  # fmt: skip
+
+# A temperature under this is 0: dividing by it would overflow, and its draw is the maximum.  1e-5 as float32 has it,
+# so that the tensor and the number in JSON are on the same side.
+GREEDY_BELOW = 9.999999747378752e-06
 SMALLEST_TOP_P = 1e-9  # any value under 1 / vocabulary keeps the maxima alone; float32 must not round it to 0
-
-SAMPLING_PARAMETERS: tuple[Field, ...] = (
-    Field(
-        name="max_tokens",
-        kind="int",
-        low=0,
-        high=INT64_MAX,
-        unit="tokens",
-        aliases=("request_output_len",),
-        doc="Most tokens to generate; cut to what the context leaves. Unset: the option default_max_tokens.",
-    ),
-    Field(
-        name="temperature",
-        kind="float",
-        low=0.0,
-        high=FLOAT32_MAX,
-        doc="Sampling temperature; 0 (and anything below 1e-5) is greedy. Unset: the model's own, else 0.6.",
-    ),
-    Field(
-        name="top_k",
-        kind="int",
-        low=-1,
-        high=INT64_MAX,
-        aliases=("runtime_top_k",),
-        doc="Sample among this many most likely tokens; -1, 0 and anything from the vocabulary's size up are off.",
-    ),
-    Field(
-        name="top_p",
-        kind="float",
-        low=0.0,
-        high=1.0,
-        above_low=True,
-        aliases=("runtime_top_p",),
-        doc="Sample among the most likely tokens that hold this share of the probability; 1 is off.",
-    ),
-    Field(
-        name="seed",
-        kind="int",
-        low=-1,
-        high=INT64_MAX,
-        aliases=("random_seed",),
-        doc="Makes the draws repeatable; -1 or unset draws differently every time.",
-    ),
-    Field(
-        name="ignore_eos",
-        kind="bool",
-        default=False,
-        doc="Generate on after the model's end-of-sequence tokens.",
-    ),
-    Field(
-        name="stop",
-        kind="strings",
-        default=(),
-        low=1,
-        high=1024,
-        aliases=("stop_words", "stop_sequences"),
-        doc="Strings that end the text; neither they nor what follows is returned.",
-    ),
-    Field(
-        name="skip_special_tokens",
-        kind="bool",
-        default=True,
-        doc="Leave special tokens out of the text.",
-    ),
-)
-
-RESPONSE_PARAMETERS: tuple[Field, ...] = (
-    Field(
-        name="stream",
-        kind="bool",
-        default=False,
-        aliases=("streaming",),
-        doc="Answer with one response per piece of text instead of a single response.",
-    ),
-    Field(name="return_token_ids", kind="bool", default=False, doc="Also return the generated token ids."),
-    Field(
-        name="exclude_input_in_output",
-        kind="bool",
-        aliases=("sampling_param_exclude_input_from_output",),
-        doc="False puts the prompt in front of the text (not with stream). Unset: the completion alone.",
-    ),
-)
-
-# Front ends that speak another dialect always send these; the neutral value is all this build honours.
-NEUTRAL_PARAMETERS: tuple[Field, ...] = (
-    Field(name="presence_penalty", kind="float", default=0.0, low=0.0, high=0.0, doc="Accepted at 0 only."),
-    Field(name="frequency_penalty", kind="float", default=0.0, low=0.0, high=0.0, doc="Accepted at 0 only."),
-)
-
-PARAMETERS: tuple[Field, ...] = SAMPLING_PARAMETERS + RESPONSE_PARAMETERS + NEUTRAL_PARAMETERS
-IGNORED = frozenset({"user", "metadata", "store", "service_tier"})  # OpenAI fields without effect here
-
-FIELDS: Mapping[str, Field] = {field.name: field for field in PARAMETERS}
-_BY_ANY_NAME: Mapping[str, Field] = {name: field for field in PARAMETERS for name in (field.name, *field.aliases)}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request is to be continued.  ``None`` takes the default; see :data:`SAMPLING_PARAMETERS`.
-
-    The constructor coerces and checks every value as the table says.
-
-    Raises:
-        InvalidArgument: a value is outside its contract.
-    """
+    """How one request is to be continued."""
 
     max_tokens: int | None = None
+    min_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_window: int = 0
+    penalize_prompt: bool = True
+    top_p_first: bool = False
+    top_p_min_keep: int = 1
     seed: int | None = None
+    n: int = 1
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guided_decoding_guide_type: str | None = None
+    guided_decoding_guide: str | None = None
+    timeout_ms: int = 0
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for field in SAMPLING_PARAMETERS:
-            msgspec.structs.force_setattr(self, field.name, field.coerce(getattr(self, field.name)))
+            value = getattr(self, field.name)
+            if value is not field.default:
+                self._set(field.name, field.coerce(value))
         if self.seed == -1:
-            msgspec.structs.force_setattr(self, "seed", None)
+            self._set("seed", None)
+        if self.guided_decoding_guide_type is not None or self.guided_decoding_guide is not None:
+            self._set("guided_decoding_guide", check_guide(self.guided_decoding_guide_type, self.guided_decoding_guide))
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """The sampling part of a mapping of parameters; :func:`parse_parameters` gives the other part too."""
-        return cls(**_select(coerce_parameters(mapping), SAMPLING_PARAMETERS))
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
+        """The sampling part of a mapping of parameters, in any spelling :func:`coerce_parameters` takes."""
+        return split_parameters(coerce_parameters(mapping))[0]
+
+    def _set(self, name: str, value: Any) -> None:
+        msgspec.structs.force_setattr(self, name, value)
 
 
 class ResponseParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +83,8 @@ class ResponseParams(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     return_token_ids: bool = False
     exclude_input_in_output: bool | None = None
+    return_log_probs: bool = False
+    return_cumulative_logprob: bool = False
 
 
 def coerce_parameters(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,30 +93,31 @@ def coerce_parameters(mapping: Mapping[str, Any]) -> dict[str, Any]:
     Results of several sources merge with ``|``, the one that wins last; then :func:`split_parameters`.
 
     Args:
-        mapping: any names and aliases of :data:`PARAMETERS`; numbers and bools may be strings.
+        mapping: any names and aliases of :data:`PARAMETERS`, and the spellings of other engines that
+            :mod:`mstar.runtime.spellings` lists; numbers and bools may be strings.
 
     Raises:
         InvalidArgument: an unknown name, one parameter under two names, or a value outside its contract; it
             names the parameter as the mapping does.
+        Unsupported: a parameter of another engine that this one cannot honour.
     """
     values: dict[str, Any] = {}
-    for key, value in mapping.items():
-        field = _BY_ANY_NAME.get(key) if isinstance(key, str) else None
-        if field is None:
-            if isinstance(key, str) and key in IGNORED:
-                continue
-            raise unknown_parameter(key)
-        if value is None:
-            continue
-        if field.name in values:
-            others = " or ".join(name for name in (field.name, *field.aliases) if name != key)
-            raise InvalidArgument(key, f"given once, not also as {others}", value)
-        values[field.name] = field.coerce(value, given_as=key)
+    names: dict[str, str] = {}  # parameter -> the name it was given under
+    for key, name, value in respell(mapping):
+        if name in values:
+            raise InvalidArgument(key, f"given once, not also as {names[name]}", mapping[key])
+        values[name] = value if name == SAMPLES else FIELDS[name].coerce(value, given_as=key)
+        names[name] = key
     return values
 
 
 def split_parameters(values: Mapping[str, Any]) -> tuple[SamplingParams, ResponseParams]:
-    """What coerced parameters say to the engine, and what they say to the front end."""
+    """What coerced parameters say to the engine, and what they say to the front end.
+
+    Raises:
+        InvalidArgument: parameters of different sources that don't go together.
+    """
+    check_samples(values)
     return (
         SamplingParams(**_select(values, SAMPLING_PARAMETERS)),
         ResponseParams(**_select(values, RESPONSE_PARAMETERS)),
@@ -188,13 +129,28 @@ def parse_parameters(mapping: Mapping[str, Any]) -> tuple[SamplingParams, Respon
     return split_parameters(coerce_parameters(mapping))
 
 
-def unknown_parameter(key: Any) -> InvalidArgument:
-    """The error for a name no table has; it suggests the nearest known one."""
-    name = shorten(key)[1:-1] if isinstance(key, str) else shorten(key)
-    near = difflib.get_close_matches(name[:64], _BY_ANY_NAME, n=1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    return InvalidArgument(name, f"a known parameter{hint}", key)
-
-
 def _select(values: Mapping[str, Any], fields: tuple[Field, ...]) -> dict[str, Any]:
     return {field.name: values[field.name] for field in fields if field.name in values}
+
+
+def _documentation() -> str:
+    lines = [
+        "How one request is to be continued; the constructor coerces and checks every value.",
+        "",
+        "``SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=64, stop='END')``",
+        "",
+        "None takes the default.  Numbers and bools may be strings; a bool is never a number, NaN and infinities are",
+        "refused.  :meth:`from_mapping` knows every parameter also by the names that other engines have for it.",
+        "",
+        "Attributes:",
+    ]
+    for field in SAMPLING_PARAMETERS:
+        unit = f", in {field.unit}" if field.unit else ""
+        facts = f"{field.allowed}{unit}; default {'unset' if field.default in (None, ()) else field.default}"
+        aliases = f"  Also: {', '.join(field.aliases)}." if field.aliases else ""
+        text = f"{field.name}: {field.doc}  ({facts}){aliases}"
+        lines += textwrap.wrap(text, 112, initial_indent="    ", subsequent_indent="        ")
+    return "\n".join([*lines, "", "Raises:", "    InvalidArgument: a value is outside its contract; names it.", ""])
+
+
+SamplingParams.__doc__ = _documentation()

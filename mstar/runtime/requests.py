@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
+from mstar.runtime.json_text import DuplicateKey, parse_json
 from mstar.runtime.params import SamplingParams, coerce_parameters
 from mstar.utils.errors import InvalidArgument
 
@@ -66,8 +66,10 @@ def _object(field: str, value: Any) -> Mapping[str, Any]:
     """A mapping, or the JSON text of one."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+            value = parse_json(value)
+        except DuplicateKey as error:
+            raise InvalidArgument(field, "each key once", error.key) from None
+        except ValueError:
             raise InvalidArgument(field, "a JSON object", value) from None
     if value is None:
         return {}

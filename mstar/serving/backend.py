@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,11 +47,12 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in. Never raises (one raise would close every sender of the call) nor waits for a token."""
+        arrival_ns = time.monotonic_ns()
         for request in requests:
             reply = TritonReply(request)
             try:
                 self._frontend.check_accepting()
-                self._intake.take(read_request(request), reply)
+                self._intake.take(read_request(request), reply, arrival_ns)
             except Exception as error:
                 answer_error(reply, error)
 

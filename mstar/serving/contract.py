@@ -78,16 +78,39 @@ PROMPTS = (
 OPTIONS = (
     _option("stream", "BOOL"),
     _option("max_tokens", "INT32"),
+    _option("min_tokens", "INT32"),
     _option("temperature", "FP32"),
     _option("top_k", "INT32"),
     _option("top_p", "FP32"),
+    _option("min_p", "FP32"),
+    _option("repetition_penalty", "FP32"),
+    _option("presence_penalty", "FP32"),
+    _option("frequency_penalty", "FP32"),
+    _option("repetition_window", "INT32"),
+    _option("penalize_prompt", "BOOL"),
+    _option("top_p_first", "BOOL"),
+    _option("top_p_min_keep", "INT32"),
     _option("seed", "UINT64"),
+    _option("n", "INT32"),
     _option("ignore_eos", "BOOL"),
     _option("stop_words", "STRING", LIST, field="stop"),
+    _option("stop_token_ids", "INT32", LIST),
+    _option("include_stop_str_in_output", "BOOL"),
+    _option("bad_words", "STRING", LIST),
+    _option("logprobs", "INT32"),
+    _option("prompt_logprobs", "INT32"),
+    _option("guided_decoding_guide_type", "STRING"),
+    _option("guided_decoding_guide", "STRING"),
+    _option("timeout_ms", "INT32"),
     _option("skip_special_tokens", "BOOL"),
+    _option("spaces_between_special_tokens", "BOOL"),
     _option("return_token_ids", "BOOL"),
+    _option("return_log_probs", "BOOL"),
+    _option("return_cumulative_logprob", "BOOL"),
     _option("exclude_input_in_output", "BOOL"),
 )
+# Parameters without a tensor: lists of ids and maps, which come in sampling_parameters.
+JSON_ONLY = ("logit_bias", "allowed_token_ids")
 
 SAMPLING_PARAMETERS = Tensor(
     "sampling_parameters", "STRING", SCALAR, "Any of the inputs by name, in one JSON object.", "a JSON object"
@@ -95,12 +118,23 @@ SAMPLING_PARAMETERS = Tensor(
 
 INPUTS = (*PROMPTS, *OPTIONS, SAMPLING_PARAMETERS)
 
+# One element per sequence: one, unless n > 1 and the request does not stream; then n, in the sequences' order.
 OUTPUTS = (
     Tensor("text_output", "STRING", LIST, "New text when streaming (may be empty on the last), else all of it."),
-    Tensor("output_ids", "INT32", LIST, "New token ids; only with return_token_ids."),
-    Tensor("finish_reason", "STRING", LIST, "stop or length; on the last response."),
-    Tensor("num_input_tokens", "UINT32", SCALAR, "Length of the prompt.", unit="tokens"),
-    Tensor("num_output_tokens", "UINT32", SCALAR, "Tokens new in this response; the sum is the usage.", unit="tokens"),
+    Tensor(
+        "output_ids", "INT32", LIST, "New token ids; only with return_token_ids. Of n sequences, one after another."
+    ),
+    Tensor("finish_reason", "STRING", LIST, "stop, length or timeout; on a sequence's last response."),
+    Tensor("stop_reason", "STRING", LIST, "The stop string or stop_token_ids entry that ended it, if one did."),
+    Tensor("cumulative_logprob", "FP32", LIST, "Sum over all tokens so far; only with return_cumulative_logprob."),
+    Tensor("logprobs", "STRING", LIST, "JSON list, one object per new token by token id; only with logprobs."),
+    Tensor("output_log_probs", "FP32", LIST, "One per new token, laid out as output_ids; only with return_log_probs."),
+    Tensor(
+        "prompt_logprobs", "STRING", SCALAR, "JSON list for the prompt, first null; on the first response, if asked."
+    ),
+    Tensor("sequence_index", "INT32", LIST, "Which of the n sequences the response is of; only with n > 1."),
+    Tensor("num_input_tokens", "UINT32", LIST, "Length of the prompt.", unit="tokens"),
+    Tensor("num_output_tokens", "UINT32", LIST, "Tokens new in this response; the sum is the usage.", unit="tokens"),
 )
 
 INPUT_BY_NAME = {tensor.name: tensor for tensor in INPUTS}

@@ -6,13 +6,15 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-from mstar.runtime.messages import EngineRequest, FinishReason
-from mstar.serving.responses import Stream
-from mstar.serving.senders import Failure, SenderPool, Tokens
+from mstar.runtime.messages import EngineRequest, FinishReason, TokenRows
+from mstar.serving.rows import TicketRows
+from mstar.serving.senders import Failure, Prompt, SenderPool
+from mstar.serving.sequences import MAX_SEQUENCES, Sequences, split_ticket, ticket_of
 from mstar.utils.errors import ErrorCode, MstarError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -36,17 +38,18 @@ class Engine(Protocol):
 class Frontend:
     """The listener of an engine client, and the owner of the open requests.
 
-    ``_open`` maps tickets to streams. ``open`` adds; only a stream's sender thread removes, and whoever removes it
-    sends its last response: so there is exactly one, whatever races (tokens, cancel, loss of the engine, drain).
+    ``_open`` maps numbers of requests to their sequences, each of which the engine knows under a ticket of its own.
+    ``open`` adds; only a request's sender thread removes, and whoever removes it sends its last response: so there is
+    exactly one, whatever races (tokens, failures, cancel, loss of the engine, drain).
     """
 
     def __init__(self, engine: Engine, *, num_senders: int = 4, drain_timeout_s: float = 20.0) -> None:
         self._engine = engine
         self._drain_timeout_s = drain_timeout_s
-        self._open: dict[int, Stream] = {}
-        self._tickets = itertools.count(1)
+        self._open: dict[int, Sequences] = {}
+        self._numbers = itertools.count(1)
         self._refusal: str | None = None  # why new requests are turned away
-        self._pool = SenderPool(self._send_tokens, self._send_failure, num_senders)
+        self._pool = SenderPool(self, num_senders)
         self._stop = threading.Event()
         self._cancel_loop = threading.Thread(target=self._poll_cancels, name="mstar-cancel", daemon=True)
         self._cancel_loop.start()
@@ -66,25 +69,37 @@ class Frontend:
         if not self._engine.is_alive():
             raise Unavailable("the engine is not running")
 
-    def open(self, stream: Stream, request: EngineRequest) -> None:
-        """Submit a request; from here on its responses, errors too, come from the sender threads."""
+    def open(self, sequences: Sequences, requests: Sequence[EngineRequest]) -> None:
+        """Submit a request's sequences, one engine request each; from here on its responses, errors too, come from
+        the sender threads."""
+        assert len(requests) == len(sequences.streams) <= MAX_SEQUENCES
         self.check_accepting()
-        ticket = next(self._tickets)
-        self._open[ticket] = stream  # before submit: its tokens may come at once
-        try:
-            self._engine.submit(ticket, request)
-        except MstarError as error:
-            self._pool.put_failure(Failure(ticket, error.code, str(error)))
-        if self._refusal is not None:  # lost or draining since the check: it may have missed this ticket
-            self._engine.cancel(ticket)
-            self._pool.put_failure(Failure(ticket, ErrorCode.UNAVAILABLE, self._refusal))
+        number = next(self._numbers)
+        self._open[number] = sequences  # before submit: its tokens may come at once
+        for index, request in enumerate(requests):
+            ticket = ticket_of(number, index)
+            try:
+                self._engine.submit(ticket, request)
+            except MstarError as error:
+                self._pool.put(Failure(number, error.code, str(error), ticket))
+                break
+        if self._refusal is not None:  # lost or draining since the check: it may have missed this number
+            self._abandon(number, sequences)
+            self._pool.put(Failure(number, ErrorCode.UNAVAILABLE, self._refusal))
+        elif sequences.is_abandoned:  # while they were submitted: the engine may have heard of the end first
+            self._abandon(number, sequences)
 
-    # The client's receive thread calls these three.
-    def on_tokens(self, tickets: np.ndarray, tokens: np.ndarray, finish: np.ndarray) -> None:
-        self._pool.put_tokens(Tokens(tickets, tokens, finish))
+    # The client's receive thread calls these four.
+    def on_tokens(self, rows: TokenRows) -> None:
+        self._pool.put_tokens(rows)
+
+    def on_prompt_logprobs(self, ticket: int, records: np.ndarray) -> None:
+        number, _ = split_ticket(ticket)
+        self._pool.put(Prompt(number, records))
 
     def on_failed(self, ticket: int, code: ErrorCode, message: str) -> None:
-        self._pool.put_failure(Failure(ticket, code, message))
+        number, _ = split_ticket(ticket)
+        self._pool.put(Failure(number, code, message, ticket))
 
     def on_engine_lost(self, message: str) -> None:
         self._refusal = f"the engine is gone: {message}"
@@ -109,54 +124,73 @@ class Frontend:
         return not self._open
 
     def _fail_all(self, code: ErrorCode, message: str) -> None:
-        for ticket in list(self._open):
-            self._engine.cancel(ticket)
-            self._pool.put_failure(Failure(ticket, code, message))
+        for number, sequences in list(self._open.items()):
+            self._abandon(number, sequences)
+            self._pool.put(Failure(number, code, message))
+
+    def _abandon(self, number: int, sequences: Sequences, but: int | None = None) -> None:
+        """Tell the engine to drop what still runs of a request; ``but`` has ended there."""
+        sequences.is_abandoned = True
+        for ticket in sequences.running(number):
+            if ticket != but:
+                self._engine.cancel(ticket)
 
     # Sender threads.
-    def _send_tokens(self, ticket: int, tokens: np.ndarray, finish: int) -> None:
-        stream = self._open.get(ticket)
-        if stream is None:
-            return  # rows the engine made before it heard that the request had ended
-        if finish == FinishReason.CANCELLED:
-            self._send_failure(Failure(ticket, ErrorCode.CANCELLED, "the request was cancelled"))
+    def handle_tokens(self, rows: TicketRows) -> None:
+        ticket = rows.ticket
+        number, index = split_ticket(ticket)
+        sequences = self._open.get(number)
+        if sequences is None or sequences.has_ended(index):
+            return  # rows the engine made before it heard that the sequence had ended
+        if rows.finish == FinishReason.CANCELLED:
+            self.handle_failure(Failure(number, ErrorCode.CANCELLED, "the request was cancelled", ticket))
             return
         try:
-            chunk = stream.take(tokens, finish)
-            if chunk is None:
-                return
-            if stream.matched_stop and not finish:
+            chunks = sequences.take(index, rows.tokens, rows.finish, rows.logprobs)
+            stream = sequences.streams[index]
+            if stream.matched_stop and not rows.finish:
                 self._engine.finish(ticket, stream.num_tokens)
-            is_last = chunk.finish_reason is not None
-            if is_last:
-                del self._open[ticket]
-            stream.reply.send(chunk, final=is_last)
+            if not chunks:
+                return
+            if sequences.is_over:
+                del self._open[number]
+            sequences.reply.send(chunks, final=sequences.is_over)
         except Exception as error:
-            logger.exception("request %r: a response failed", stream.request_id)
-            self._open.pop(ticket, None)
-            self._engine.cancel(ticket)
-            stream.reply.fail(ErrorCode.INTERNAL, f"the response failed: {error}")
+            logger.exception("request %r: a response failed", sequences.request_id)
+            self._open.pop(number, None)
+            self._abandon(number, sequences)
+            sequences.reply.fail(ErrorCode.INTERNAL, f"the response failed: {error}")
 
-    def _send_failure(self, failure: Failure) -> None:
-        stream = self._open.pop(failure.ticket, None)
-        if stream is not None:
-            stream.reply.fail(failure.code, failure.message)
+    def handle_prompt(self, prompt: Prompt) -> None:
+        sequences = self._open.get(prompt.number)
+        if sequences is not None:
+            sequences.tell_prompt(prompt.records)
+
+    def handle_failure(self, failure: Failure) -> None:
+        sequences = self._open.get(failure.number)
+        if sequences is None:
+            return
+        if failure.ticket is not None and sequences.has_ended(split_ticket(failure.ticket)[1]):
+            return  # at a stop string that the engine had not heard of
+        del self._open[failure.number]
+        if not sequences.is_abandoned:  # one sequence failed: the others have nobody to answer
+            self._abandon(failure.number, sequences, but=failure.ticket)
+        sequences.reply.fail(failure.code, failure.message)
 
     # Cancel loop.
     def _poll_cancels(self) -> None:
         while not self._stop.wait(CANCEL_POLL_S):
-            self._cancel_asked()  # a call, so that no local keeps the last stream, and with it its sender, alive
+            self._cancel_asked()  # a call, so that no local keeps the last request, and with it its sender, alive
 
     def _cancel_asked(self) -> None:
-        for ticket, stream in list(self._open.items()):
-            if not stream.is_cancelled and self._asks_cancel(stream):
-                stream.is_cancelled = True
-                self._engine.cancel(ticket)
-                self._pool.put_failure(Failure(ticket, ErrorCode.CANCELLED, "the client cancelled the request"))
+        for number, sequences in list(self._open.items()):
+            if not sequences.is_abandoned and self._asks_cancel(sequences):
+                self._abandon(number, sequences)
+                self._pool.put(Failure(number, ErrorCode.CANCELLED, "the client cancelled the request"))
 
-    def _asks_cancel(self, stream: Stream) -> bool:
+    def _asks_cancel(self, sequences: Sequences) -> bool:
         try:
-            return stream.reply.is_cancelled()
+            return sequences.reply.is_cancelled()
         except Exception:  # a server that cannot say: the request goes on
-            logger.exception("request %r: cancellation could not be read", stream.request_id)
+            logger.exception("request %r: cancellation could not be read", sequences.request_id)
             return False

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import msgspec
 import numpy as np
 
 from mstar.model.front import ModelFront
 from mstar.runtime.messages import EngineRequest
 from mstar.runtime.options import FrontOptions
-from mstar.runtime.prepare import prepare_request
+from mstar.runtime.prepare import prepare_request, sequences_of
+from mstar.serving.chunks import Reply
 from mstar.serving.frontend import Frontend
+from mstar.serving.logprobs import TokenLogprobs, prompt_json
 from mstar.serving.parse import ParsedRequest, RawRequest, parse
-from mstar.serving.responses import Reply, Stream
+from mstar.serving.responses import Stream
+from mstar.serving.sequences import Sequences
 from mstar.text.stream import TextStream
 
 
@@ -26,8 +32,8 @@ class Intake:
         self._frontend = frontend
         self._context_length = context_length
 
-    def take(self, raw: RawRequest, reply: Reply) -> None:
-        """Open the request: its responses go to ``reply`` from now on.
+    def take(self, raw: RawRequest, reply: Reply, arrival_ns: int) -> None:
+        """Open the request: its responses go to ``reply`` from now on. ``arrival_ns`` is on the monotonic clock.
 
         Raises InvalidArgument or Unsupported by the field's name, or Unavailable; then nothing was opened, and the
         caller answers.
@@ -41,19 +47,60 @@ class Intake:
             params=asked.params,
             front_options=self._options,
             context_length=self._context_length,
+            arrival_ns=arrival_ns,
         )
-        params = asked.params
-        stream = Stream(
-            reply,
-            TextStream(self._front.tokenizer, params.stop, params.skip_special_tokens),
+        if self._wants_logprobs(asked) and request.num_logprobs < 0:
+            request = msgspec.structs.replace(request, num_logprobs=0)
+        requests = sequences_of(request, asked.params.n)
+        prefix = self._prompt_text(asked, request) if asked.include_prompt else ""
+        streams = [
+            self._stream(asked, request, prefix, index if len(requests) > 1 else None) for index in range(len(requests))
+        ]
+        tell_prompt = None
+        if request.num_prompt_logprobs >= 0:
+            tell_prompt = partial(
+                prompt_json,
+                prompt_ids=request.prompt_array(),
+                num_top=request.num_prompt_logprobs,
+                tokenizer=self._front.tokenizer,
+            )
+        sequences = Sequences(
+            reply, streams, streaming=asked.response.stream, tell_prompt=tell_prompt, request_id=raw.request_id
+        )
+        self._frontend.open(sequences, requests)
+
+    def _stream(self, asked: ParsedRequest, request: EngineRequest, prefix: str, index: int | None) -> Stream:
+        params, response = asked.params, asked.response
+        logprobs = None
+        if request.num_logprobs >= 0:
+            logprobs = TokenLogprobs(
+                self._front.tokenizer,
+                num_top=params.logprobs,
+                each=response.return_log_probs,
+                total=response.return_cumulative_logprob,
+            )
+        text = TextStream(
+            self._front.tokenizer,
+            params.stop,
+            params.skip_special_tokens,
+            min_tokens=request.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
+        return Stream(
+            text,
             request.num_prompt_tokens,
-            streaming=asked.stream,
+            streaming=response.stream,
             has_stop=bool(params.stop),
-            return_token_ids=asked.return_token_ids,
-            prefix=self._prompt_text(asked, request) if asked.include_prompt else "",
-            request_id=raw.request_id,
+            include_stop=params.include_stop_str_in_output,
+            return_token_ids=response.return_token_ids,
+            logprobs=logprobs,
+            prefix=prefix,
+            sequence_index=index,
         )
-        self._frontend.open(stream, request)
+
+    def _wants_logprobs(self, asked: ParsedRequest) -> bool:
+        response = asked.response
+        return response.return_log_probs or response.return_cumulative_logprob
 
     def _prompt_text(self, asked: ParsedRequest, request: EngineRequest) -> str:
         """The prompt as the client wrote it, or as its ids read."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mstar.runtime.params import SamplingParams, coerce_parameters, split_parameters
+from mstar.runtime.json_text import DuplicateKey, parse_json
+from mstar.runtime.params import ResponseParams, SamplingParams, coerce_parameters, split_parameters
+from mstar.runtime.spellings import is_known
 from mstar.serving import contract
 from mstar.utils.errors import InvalidArgument
 
@@ -40,9 +42,12 @@ class ParsedRequest:
     input_ids: Any
     messages: Any
     params: SamplingParams
-    stream: bool
-    return_token_ids: bool
-    include_prompt: bool
+    response: ResponseParams
+
+    @property
+    def include_prompt(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return self.response.exclude_input_in_output is False
 
 
 def parse(raw: RawRequest) -> ParsedRequest:
@@ -53,10 +58,10 @@ def parse(raw: RawRequest) -> ParsedRequest:
     values = _merge(raw)
     text, input_ids, messages = (values.pop(prompt.name, None) for prompt in contract.PROMPTS)
     params, response = split_parameters(values)
-    include_prompt = response.exclude_input_in_output is False
-    if response.stream and include_prompt:
+    asked = ParsedRequest(text, input_ids, messages, params, response)
+    if response.stream and asked.include_prompt:
         raise InvalidArgument("exclude_input_in_output", "true or absent when stream is true", False)
-    return ParsedRequest(text, input_ids, messages, params, response.stream, response.return_token_ids, include_prompt)
+    return asked
 
 
 def _merge(raw: RawRequest) -> dict[str, Any]:
@@ -117,23 +122,20 @@ def _is_servers(key: str) -> bool:
     if key in SERVER_KEYS or key.startswith("triton_") or key.lower() in HEADER_KEYS:
         return True
     # A dash marks a forwarded header, unless it is one of our names misspelt: that one must not be ignored.
-    return "-" in key and key.replace("-", "_") not in contract.INPUT_BY_NAME
+    name = key.replace("-", "_")
+    return "-" in key and name not in contract.INPUT_BY_NAME and not is_known(name)
 
 
 def _options(name: str, text: Any) -> dict[str, Any]:
     """The object in ``sampling_parameters``. NaN and infinities pass here: their field refuses them by its name."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) != len(pairs):
-            raise InvalidArgument(name, "each key once", text)
-        return dict(pairs)
-
     allowed = "a JSON object"
     if not isinstance(text, str):
         raise InvalidArgument(name, allowed, text)
     try:
-        options = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:  # RecursionError: a megabyte of "["
+        options = parse_json(text)
+    except DuplicateKey as error:
+        raise InvalidArgument(name, "each key once", error.key) from None
+    except ValueError as error:
         raise InvalidArgument(name, allowed, text) from error
     if not isinstance(options, dict):
         raise InvalidArgument(name, allowed, text)

@@ -1,100 +1,71 @@
-"""One open request: its tokens turned into the responses the contract promises."""
+"""One open sequence: its tokens turned into the chunks the contract promises."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
+from mstar.conductor.request import stop_id_of
 from mstar.runtime.messages import FinishReason
-from mstar.serving.contract import OUTPUT_BY_NAME
+from mstar.serving.chunks import Chunk
+from mstar.serving.logprobs import TokenLogprobs
 from mstar.text.stream import TextStream
-from mstar.utils.errors import ErrorCode
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The content of one response; ``finish_reason`` is set on the last one only."""
-
-    text: str
-    token_ids: tuple[int, ...] | None
-    num_input_tokens: int
-    num_output_tokens: int
-    finish_reason: str | None = None
-
-    def tensors(self, wanted: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """Arrays by output name, leaving out those not in ``wanted`` (None: all)."""
-        values: dict[str, list[bytes] | list[int] | tuple[int, ...]] = {
-            "text_output": [self.text.encode()],
-            "num_input_tokens": [self.num_input_tokens],
-            "num_output_tokens": [self.num_output_tokens],
-        }
-        if self.token_ids is not None:
-            values["output_ids"] = self.token_ids
-        if self.finish_reason is not None:
-            values["finish_reason"] = [self.finish_reason.encode()]
-        return {
-            name: np.array(value, dtype=OUTPUT_BY_NAME[name].numpy_type)
-            for name, value in values.items()
-            if wanted is None or name in wanted
-        }
-
-
-class Reply(Protocol):
-    """Where a request's responses go; after the last one (``final=True``, or ``fail``) nothing may follow."""
-
-    def send(self, chunk: Chunk, *, final: bool) -> None: ...
-
-    def fail(self, code: ErrorCode, message: str) -> None: ...
-
-    def is_cancelled(self) -> bool: ...
 
 
 class Stream:
-    """State of one open request. Only the thread of its sender shard touches it after it was opened."""
+    """State of one sequence.  Only the thread of its sender shard touches it after it was opened."""
 
     __slots__ = (
         "_held_ids",
         "_held_text",
+        "_include_stop",
         "_look_now",
         "_num_reported",
         "_num_tokens",
+        "_once",
         "_prefix",
         "_return_ids",
+        "_sequence_index",
         "_streaming",
         "_text",
+        "_told",
         "_unread",
-        "is_cancelled",
+        "_unread_records",
         "num_input_tokens",
-        "reply",
-        "request_id",
     )
 
     def __init__(
         self,
-        reply: Reply,
         text: TextStream,
         num_input_tokens: int,
         *,
         streaming: bool,
         has_stop: bool = False,
+        include_stop: bool = False,
         return_token_ids: bool = False,
+        logprobs: TokenLogprobs | None = None,
         prefix: str = "",
-        request_id: str = "",
+        sequence_index: int | None = None,
     ) -> None:
-        """``prefix`` is the prompt's text where the answer is to repeat it (not when streaming)."""
-        self.reply = reply
+        """What is asked of the sequence.
+
+        ``has_stop``: ``text`` looks for stop strings.  ``include_stop``: a stop id that ends the row counts as output
+        (``text`` knows itself whether stop strings do).  ``prefix`` is the prompt's text where the answer is to repeat
+        it (not when streaming).  ``sequence_index`` is None for a request's only sequence.
+        """
         self.num_input_tokens = num_input_tokens
-        self.request_id = request_id
-        self.is_cancelled = False  # written by the cancel loop
         self._text = text
         self._streaming = streaming
         self._look_now = streaming or has_stop  # else the text is only made at the end
+        self._include_stop = include_stop
         self._return_ids = return_token_ids
+        self._told = logprobs
         self._prefix = prefix
+        self._sequence_index = sequence_index
+        self._once: dict[str, Any] = {}  # what the next chunk alone says
         self._unread: list[np.ndarray] = []  # tokens whose text nobody needs yet
+        self._unread_records: list[np.ndarray] = []
         self._held_text: list[str] = []  # made, not sent
         self._held_ids: list[int] = []  # ids not sent, when they are asked for
         self._num_tokens = 0  # tokens that count so far
@@ -109,18 +80,30 @@ class Stream:
     def matched_stop(self) -> bool:
         return self._text.matched_stop is not None
 
-    def take(self, tokens: np.ndarray, finish: int) -> Chunk | None:
-        """Add tokens (int32; negative: a row that ended without one) and return what may be sent now, if anything.
+    def tell_prompt(self, prompt_logprobs: str) -> None:
+        """JSON for the first chunk; before any token."""
+        self._once["prompt_logprobs"] = prompt_logprobs
 
-        ``finish`` is the row's FinishReason, 0 while it runs. A returned chunk with ``finish_reason`` is the last.
+    def take(self, tokens: np.ndarray, finish: int, records: np.ndarray | None = None) -> Chunk | None:
+        """Add rows and return what may be sent now, if anything.
+
+        Args:
+            tokens: int32 [n]; negative where the row brings no output, or names the stop id that ended it.
+            finish: the last row's FinishReason, 0 while it runs.  A chunk with ``finish_reason`` is the last.
+            records: LOGPROB [n], one per row; needed where log-probabilities are told.
         """
-        tokens = tokens[tokens >= 0]
+        stop_id = stop_id_of(int(tokens[-1])) if finish else None
+        if stop_id is not None and self._include_stop:
+            tokens = np.append(tokens[:-1], np.int32(stop_id))
+        is_output = tokens >= 0
+        tokens = tokens[is_output]
+        self._num_tokens += tokens.size
+        if self._told is not None and records is not None:
+            self._unread_records.append(records[is_output])
         if not self._look_now and not finish:
             self._unread.append(tokens)
-            self._num_tokens += tokens.size
             return None
-        ids = np.concatenate([*self._unread, tokens]).tolist()
-        self._num_tokens += tokens.size
+        ids = (np.concatenate([*self._unread, tokens]) if self._unread else tokens).tolist()
         self._unread.clear()
         text = self._text.push(ids)
         if finish and self._text.matched_stop is None:
@@ -134,17 +117,27 @@ class Stream:
             self._held_text.append(text)
         if self._return_ids:
             self._held_ids.extend(ids)
+        if self._told is not None and self._unread_records:
+            self._told.add(ids, np.concatenate(self._unread_records)[: len(ids)])
+            self._unread_records.clear()
         if finish or (self._streaming and text):
-            return self._chunk(FinishReason(finish).text if finish else None)
+            return self._chunk(FinishReason(finish) if finish else None, stop_id)
         return None
 
-    def _chunk(self, finish_reason: str | None) -> Chunk:
+    def _chunk(self, finish: FinishReason | None, stop_id: int | None) -> Chunk:
+        told, self._once = self._once, {}
+        if self._told is not None:
+            told |= self._told.tell()
+        if finish is not None:
+            told["finish_reason"] = finish.text
+            told["stop_reason"] = self._text.matched_stop or (None if stop_id is None else str(stop_id))
         chunk = Chunk(
             text=self._prefix + "".join(self._held_text),
             token_ids=tuple(self._held_ids) if self._return_ids else None,
             num_input_tokens=self.num_input_tokens,
             num_output_tokens=self._num_tokens - self._num_reported,
-            finish_reason=finish_reason,
+            sequence_index=self._sequence_index,
+            **told,
         )
         self._num_reported = self._num_tokens
         self._held_text.clear()

@@ -1,64 +1,76 @@
-"""A few threads that send responses, each owning the streams whose ticket falls to it."""
+"""A few threads that send responses, each owning the requests whose number falls to it."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from mstar.runtime.messages import TokenRows
+from mstar.serving.rows import TicketRows, group_by_ticket, pick
+from mstar.serving.sequences import numbers_of
 from mstar.utils.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Rows of one or several steps, in order: tickets int64 [n], tokens int32 [n], finish uint8 [n]."""
+class Prompt:
+    """What is told of a prompt's tokens: LOGPROB [tokens - 1]."""
 
-    tickets: np.ndarray
-    tokens: np.ndarray
-    finish: np.ndarray
+    number: int
+    records: np.ndarray
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A request that ends with an error."""
+    """A request that ends with an error; ``ticket`` names the sequence that failed, None stands for all of them."""
 
-    ticket: int
+    number: int
     code: ErrorCode
     message: str
+    ticket: int | None = None
 
 
-TokenHandler = Callable[[int, np.ndarray, int], None]
-FailureHandler = Callable[[Failure], None]
+Item: TypeAlias = TokenRows | Prompt | Failure
+
+
+class Handler(Protocol):
+    """What the shards' threads call, in the order in which it was put for a request."""
+
+    def handle_tokens(self, rows: TicketRows) -> None: ...
+
+    def handle_prompt(self, prompt: Prompt) -> None: ...
+
+    def handle_failure(self, failure: Failure) -> None: ...
 
 
 class SenderPool:
-    """Shards of a request's work by ``ticket % size``, so that what is sent for one request stays in order.
+    """Shards of work by request number modulo ``size``, so that what is sent for one request stays in order.
 
     A send is one slow round trip. Whatever arrives for a shard meanwhile is taken up in its next pass, in which all
-    new tokens of a stream become one response: that is the coalescing under back-pressure.
+    new tokens of a ticket become one response: that is the coalescing under back-pressure.
     """
 
-    def __init__(self, on_tokens: TokenHandler, on_failure: FailureHandler, size: int = 4) -> None:
-        """``on_tokens(ticket, tokens, finish)`` and ``on_failure`` run on the shard's thread."""
-        self._shards = [_Shard(on_tokens, on_failure, f"mstar-sender-{index}") for index in range(size)]
+    def __init__(self, handler: Handler, size: int = 4) -> None:
+        self._shards = [_Shard(handler, f"mstar-sender-{index}") for index in range(size)]
 
-    def put_tokens(self, rows: Tokens) -> None:
+    def put_tokens(self, rows: TokenRows) -> None:
         """Hand one step's rows to their shards; never blocks."""
-        shard_of = rows.tickets % len(self._shards)
+        shard_of = numbers_of(rows.tickets) % len(self._shards)
         for index, shard in enumerate(self._shards):
             mine = np.flatnonzero(shard_of == index)
             if mine.size:
-                shard.put(Tokens(rows.tickets[mine], rows.tokens[mine], rows.finish[mine]))
+                shard.put(pick(rows, mine))
 
-    def put_failure(self, failure: Failure) -> None:
-        """End a request with an error, after everything that was put for it before."""
-        self._shards[failure.ticket % len(self._shards)].put(failure)
+    def put(self, item: Prompt | Failure) -> None:
+        """Hand over what concerns one request, to be taken after everything that was put for it before."""
+        self._shards[item.number % len(self._shards)].put(item)
 
     def close(self) -> None:
         """Work off what was put, then end the threads."""
@@ -69,15 +81,14 @@ class SenderPool:
 
 
 class _Shard:
-    def __init__(self, on_tokens: TokenHandler, on_failure: FailureHandler, name: str) -> None:
-        self._on_tokens = on_tokens
-        self._on_failure = on_failure
-        self._inbox: deque[Tokens | Failure | None] = deque()  # None: the end
+    def __init__(self, handler: Handler, name: str) -> None:
+        self._handler = handler
+        self._inbox: deque[Item | None] = deque()  # None: the end
         self._filled = threading.Event()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def put(self, item: Tokens | Failure | None) -> None:
+    def put(self, item: Item | None) -> None:
         self._inbox.append(item)
         self._filled.set()
 
@@ -86,41 +97,27 @@ class _Shard:
             self._filled.wait()
             self._filled.clear()  # before draining: a put in between only causes an empty pass
             items = [self._inbox.popleft() for _ in range(len(self._inbox))]
-            rows: list[Tokens] = []
+            rows: list[TokenRows] = []
             for item in items:
-                if isinstance(item, Tokens):
+                if isinstance(item, TokenRows):
                     rows.append(item)
                     continue
                 self._pass_tokens(rows)
                 rows = []
                 if item is None:
                     return
-                self._guarded(self._on_failure, item)
+                if isinstance(item, Prompt):
+                    self._guarded(self._handler.handle_prompt, item)
+                else:
+                    self._guarded(self._handler.handle_failure, item)
             self._pass_tokens(rows)
 
-    def _pass_tokens(self, rows: list[Tokens]) -> None:
-        for ticket, tokens, finish in group_by_ticket(rows):
-            self._guarded(self._on_tokens, ticket, tokens, finish)
+    def _pass_tokens(self, rows: list[TokenRows]) -> None:
+        for of_ticket in group_by_ticket(rows):
+            self._guarded(self._handler.handle_tokens, of_ticket)
 
-    def _guarded(self, handler: Callable[..., None], *args: object) -> None:
+    def _guarded(self, handle: Callable[..., None], item: object) -> None:
         try:
-            handler(*args)
-        except Exception:  # one stream's trouble must not end the thread that serves the others
+            handle(item)
+        except Exception:  # one request's trouble must not end the thread that serves the others
             logger.exception("a response could not be handled")
-
-
-def group_by_ticket(rows: list[Tokens]) -> Iterator[tuple[int, np.ndarray, int]]:
-    """One ``(ticket, tokens in order, last finish)`` per ticket in ``rows``."""
-    if not rows:
-        return
-    if len(rows) == 1:
-        tickets, tokens, finish = rows[0].tickets, rows[0].tokens, rows[0].finish
-    else:
-        tickets = np.concatenate([row.tickets for row in rows])
-        tokens = np.concatenate([row.tokens for row in rows])
-        finish = np.concatenate([row.finish for row in rows])
-    order = np.argsort(tickets, kind="stable")
-    tickets, tokens, finish = tickets[order], tokens[order], finish[order]
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(tickets)) + 1, [tickets.size]])
-    for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        yield int(tickets[start]), tokens[start:end], int(finish[end - 1])

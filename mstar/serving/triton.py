@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from mstar.serving import contract
+from mstar.serving.chunks import Chunk, tensors_of
 from mstar.serving.parse import RawRequest
-from mstar.serving.responses import Chunk
 from mstar.utils.errors import ErrorCode, MstarError
 
 logger = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ class TritonReply:
         self._ending = threading.Lock()
         self._is_over = False
 
-    def send(self, chunk: Chunk, *, final: bool) -> None:
-        tensors = [pb_utils.Tensor(name, array) for name, array in chunk.tensors(self._wanted).items()]
+    def send(self, chunks: Sequence[Chunk], *, final: bool) -> None:
+        tensors = [pb_utils.Tensor(name, array) for name, array in tensors_of(chunks, self._wanted).items()]
         response = pb_utils.InferenceResponse(output_tensors=tensors)
         if final:
             self._end(response)

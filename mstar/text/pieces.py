@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mstar.utils.errors import LoadError
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-_KNOWN_DECODERS = "ByteLevel, Metaspace, or Replace, ByteFallback, Fuse and Strip in sequence"
 
 
 class PieceTable(dict[int, bytes]):
@@ -18,69 +15,97 @@ class PieceTable(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         return b""
 
+    def without(self, ids: Iterable[int]) -> PieceTable:
+        """The same table in which ``ids`` have no text."""
+        twin = PieceTable(self)
+        for token_id in ids:
+            twin.pop(token_id, None)
+        return twin
+
 
 class PieceDecoder:
-    """How one tokenizer turns a token into bytes, read from the ``decoder`` part of a tokenizer.json.
+    """A decoder that turns a token into the same bytes wherever it stands: byte-level, or with byte fallback.
 
     Attributes:
         strip_leading_space: the tokenizer drops one space at the very start of a decoded text.
-
-    Raises:
-        LoadError: the decoder has a step that this table cannot express token by token.
     """
 
-    def __init__(self, decoder: Mapping[str, Any] | None) -> None:
-        self._byte_level = False
-        self._byte_fallback = False
-        self._replacements: list[tuple[str, str]] = []
-        self.strip_leading_space = False
-        fused = False
-        for step in _steps(decoder):
-            match step:
-                case {"type": "ByteLevel"}:
-                    self._byte_level = True
-                case {"type": "ByteFallback"}:
-                    self._byte_fallback = True
-                case {"type": "Fuse"}:
-                    fused = True
-                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not fused:
-                    self._replacements.append((old, new))
-                case {"type": "Metaspace", "replacement": str(mark)}:
-                    self._replacements.append((mark, " "))
-                    self.strip_leading_space = step.get("prepend_scheme", "always") != "never"
-                case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if fused and start in (0, 1):
-                    self.strip_leading_space = start == 1
-                case _:
-                    raise LoadError(f"tokenizer: a decoder made of {_KNOWN_DECODERS} is supported, got {step!r}")
+    def __init__(
+        self,
+        *,
+        byte_level: bool = False,
+        byte_fallback: bool = False,
+        replacements: tuple[tuple[str, str], ...] = (),
+        strip_leading_space: bool = False,
+    ) -> None:
+        self._byte_level = byte_level
+        self._byte_fallback = byte_fallback
+        self._replacements = replacements
+        self.strip_leading_space = strip_leading_space
 
-    def table(self, tokens: Iterable[tuple[int, str]], literal: Mapping[int, str]) -> PieceTable:
+    @classmethod
+    def of(cls, decoder: Mapping[str, Any] | None) -> PieceDecoder | None:
+        """The decoder that the ``decoder`` part of a tokenizer.json describes; None if it is of another kind."""
+        parts = [] if decoder is None else list(flat_steps(decoder))
+        match [part["type"] for part in parts]:
+            case ["ByteLevel"] | ["ByteLevel", "Fuse"]:
+                return cls(byte_level=True)
+            case ["Metaspace"] if parts[0].get("prepend_scheme") == "never":
+                return cls(replacements=((parts[0]["replacement"], " "),))
+        replacements = []
+        while parts:
+            match parts[0]:
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    replacements.append((old, new))
+                    del parts[0]
+                case _:
+                    break
+        match parts:
+            case [{"type": "ByteFallback"}, {"type": "Fuse"}]:
+                strip = 0
+            case [{"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "content": " ", "stop": 0} as part]:
+                strip = part["start"]
+            case _:
+                return None
+        if strip not in (0, 1):
+            return None
+        return cls(byte_fallback=True, replacements=tuple(replacements), strip_leading_space=strip == 1)
+
+    def table(self, tokens: Mapping[int, str], added: Iterable[int]) -> PieceTable:
         """Bytes of every token.
 
         Args:
-            tokens: (id, token as the vocabulary spells it).
-            literal: added tokens by id; their text stands for itself, with no decoding rule applied.
+            tokens: token by id, as the vocabulary spells it.
+            added: ids of the added tokens.  In a byte-level vocabulary they stand for themselves: they are plain text,
+                whose accented letters are not the alphabet's (the library mangles them).
         """
-        pieces = PieceTable({token_id: self._piece(token) for token_id, token in tokens if token_id not in literal})
-        for token_id, text in literal.items():
-            pieces[token_id] = text.encode()
+        pieces = PieceTable({token_id: self._piece(token) for token_id, token in tokens.items()})
+        if self._byte_level:
+            pieces.update({token_id: tokens[token_id].encode() for token_id in added})
         return pieces
 
     def _piece(self, token: str) -> bytes:
         if self._byte_level:
-            return _byte_level_piece(token)
+            return byte_level_piece(token)
         for old, new in self._replacements:
             token = token.replace(old, new)
-        if self._byte_fallback and (match := _BYTE_TOKEN.match(token)):
-            return bytes([int(match[1], 16)])
-        return token.encode()
+        byte = byte_token(token) if self._byte_fallback else None
+        return token.encode() if byte is None else byte
 
 
-def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    if decoder is None:
-        raise LoadError(f"tokenizer: a decoder made of {_KNOWN_DECODERS} is needed, got none")
-    if decoder.get("type") == "Sequence":
-        return list(decoder["decoders"])
-    return [decoder]
+def flat_steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The decoders of a sequence one by one, nested ones too; another decoder is a sequence of itself."""
+    if decoder["type"] != "Sequence":
+        yield decoder
+        return
+    for part in decoder["decoders"]:
+        yield from flat_steps(part)
+
+
+def byte_token(token: str) -> bytes | None:
+    """The byte that ``<0xNN>`` stands for; None for other tokens."""
+    found = _BYTE_TOKEN.match(token)
+    return bytes([int(found[1], 16)]) if found else None
 
 
 def _byte_level_alphabet() -> dict[int, str]:
@@ -100,7 +125,8 @@ def _byte_level_alphabet() -> dict[int, str]:
 _ALPHABET = _byte_level_alphabet()
 
 
-def _byte_level_piece(token: str) -> bytes:
+def byte_level_piece(token: str) -> bytes:
+    """The bytes that a token of a byte-level vocabulary stands for."""
     try:
         return token.translate(_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:  # not spelt in the alphabet: the token is plain text

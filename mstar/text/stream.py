@@ -7,28 +7,48 @@ from collections.abc import Sequence
 import numpy as np
 
 from mstar.text.detokenizer import Detokenizer
+from mstar.text.matching import beginning_length
 from mstar.text.tokenizer import Tokenizer
 
 
 class TextStream:
     """Text that may be sent now, for one sequence of generated tokens.
 
-    The match that ends a text is the one completed first; of several completed by the same character, the longest.
-    Text before it is delivered, its own characters never are.  Only what may still become a stop string is held back:
-    at most the longest stop string less one character.  Neither text nor match depends on how the tokens are split
-    into pushes.
+    The match that ends a text is the one completed first; of several completed by the same character, the leftmost,
+    which is the longest.  Text before it is delivered, its own characters only with ``include_stop``.  Only what may
+    still become a stop string is held back (with ``include_stop`` nothing): at most the longest stop string less one
+    character.  Neither text nor match depends on how the tokens are split into pushes.
+
+    The characters that the first ``min_tokens`` tokens complete are delivered unseen: no match includes any of them.
+
+    Args:
+        tokenizer: of the model that makes the tokens.
+        stop: strings that end the text; empty ones are passed over.
+        skip_special_tokens: leave control tokens out of the text.
+        min_tokens: tokens in whose text stop strings are not looked for.
+        include_stop: the stop string that ended the text is its last part.
 
     Attributes:
         matched_stop: the stop string that ended the text, or None.
         num_tokens: tokens pushed so far; after a match, those up to and including the one that completed it.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_stops", "matched_stop", "num_tokens")
+    __slots__ = ("_detokenizer", "_include_stop", "_min_tokens", "_open", "_stops", "matched_stop", "num_tokens")
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
         self._detokenizer = tokenizer.detokenizer(skip_special_tokens)
         self._stops = sorted(filter(None, stop), key=len, reverse=True)
-        self._held = ""
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
+        self._open = ""  # end of the text that may be the beginning of a match; delivered only with include_stop
         self.matched_stop: str | None = None
         self.num_tokens = 0
 
@@ -39,23 +59,36 @@ class TextStream:
             return self._detokenizer.push(ids)
         if self.matched_stop is not None:
             return ""
-        before = self._detokenizer.fork()
-        text = self._held + self._detokenizer.push(ids)
-        end = self._find_stop(text)
-        if end is None:
-            self.num_tokens += len(ids)
-            return self._release(text)
-        self.num_tokens += _tokens_until(before, ids, end - len(self._held))
-        return self._cut(text, end)
+        unseen = self._min_tokens - self.num_tokens
+        if unseen <= 0:
+            return self._push_seen(ids)
+        head, rest = ids[:unseen], ids[unseen:]
+        self.num_tokens += len(head)
+        text = self._detokenizer.push(head)
+        return text + self._push_seen(rest) if len(rest) else text
 
     def finish(self) -> str:
         """The rest of the text: what was held back, and one U+FFFD for an unfinished character."""
         if self.matched_stop is not None:
             return ""
-        text = self._held + self._detokenizer.flush()
-        self._held = ""
+        rest = self._detokenizer.flush()
+        if self.num_tokens <= self._min_tokens:
+            return rest
+        text = self._open + rest
         end = self._find_stop(text)
-        return text if end is None else self._cut(text, end)
+        return self._deliver(text, len(text)) if end is None else self._cut(text, end)
+
+    def _push_seen(self, ids: Sequence[int] | np.ndarray) -> str:
+        """``push`` of tokens in whose text stop strings are looked for."""
+        before = self._detokenizer.fork() if len(ids) > 1 else None
+        text = self._open + self._detokenizer.push(ids)
+        end = self._find_stop(text)
+        if end is not None:
+            self.num_tokens += 1 if before is None else _tokens_until(before, ids, end - len(self._open))
+            return self._cut(text, end)
+        self.num_tokens += len(ids)
+        keep = max(beginning_length(text, stop) for stop in self._stops)
+        return self._deliver(text, len(text) - keep)
 
     def _find_stop(self, text: str) -> int | None:
         """End of the first completed match, which ``matched_stop`` then names."""
@@ -70,23 +103,13 @@ class TextStream:
 
     def _cut(self, text: str, end: int) -> str:
         assert self.matched_stop is not None
-        self._held = ""
-        return text[: end - len(self.matched_stop)]
+        return self._deliver(text[:end], end - len(self.matched_stop))
 
-    def _release(self, text: str) -> str:
-        keep = max(_prefix_length(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def _prefix_length(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` with which ``stop`` begins (and is not complete)."""
-    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while start >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-        start = text.find(stop[0], start + 1)
-    return 0
+    def _deliver(self, text: str, end: int) -> str:
+        """What is new of ``text``, which begins with the open end; from ``end`` on it is open now."""
+        new = text[len(self._open) :] if self._include_stop else text[:end]
+        self._open = text[end:]
+        return new
 
 
 def _tokens_until(detokenizer: Detokenizer, ids: Sequence[int] | np.ndarray, num_characters: int) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from mstar.text.detokenizer import Detokenizer
-from mstar.text.pieces import PieceDecoder, PieceTable
+from mstar.text.decoder_steps import clean_up_steps, piece_table, steps_of
+from mstar.text.detokenizer import Detokenizer, PieceDetokenizer, StepDetokenizer
+from mstar.text.pieces import PieceDecoder
 from mstar.utils.errors import InvalidArgument, LoadError
 
 
@@ -22,12 +23,12 @@ class Tokenizer:
         backend: the tokenizer; its truncation and padding are switched off.
         bos_id, eos_id: ids of the begin and end tokens, if the checkpoint names them.
         add_bos, add_eos: put them around an encoded text; None leaves that to the backend's own post-processor.
+        clean_up_spaces: decoding takes the space before punctuation away, as tokenizer_config.json can ask for.
         vocab_size: number of ids, where the checkpoint has more than the backend knows (unused ones).
 
     Attributes:
         vocab_size: ids are in ``[0, vocab_size)``.
         bos_id, eos_id, add_bos: as given; ``add_bos`` is what ``encode`` does.
-        strip_leading_space: decoding drops one space at the very start of a text (SentencePiece).
     """
 
     def __init__(
@@ -38,24 +39,27 @@ class Tokenizer:
         eos_id: int | None = None,
         add_bos: bool | None = None,
         add_eos: bool | None = None,
+        clean_up_spaces: bool = False,
         vocab_size: int | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        vocab = backend.get_vocab(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
-        decoder = _decoder_of(backend)
-        self.strip_leading_space = decoder.strip_leading_space
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._pieces = decoder.table(
-            ((token_id, token) for token, token_id in vocab.items()),
-            {token_id: token.content for token_id, token in added.items()},
-        )
-        self._plain_pieces = PieceTable(
-            {token_id: piece for token_id, piece in self._pieces.items() if token_id not in self._special_ids}
-        )
-        self.vocab_size = max(vocab.values(), default=-1) + 1 if vocab_size is None else vocab_size
+        tokens = _tokens_of(backend)
+        decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        if not clean_up_spaces and (by_piece := PieceDecoder.of(decoder)) is not None:
+            self._pieces, strip = by_piece.table(tokens, added), by_piece.strip_leading_space
+            shown: Detokenizer = PieceDetokenizer(self._pieces, strip)
+            plain: Detokenizer = PieceDetokenizer(self._pieces.without(self._special_ids), strip)
+        else:
+            steps = steps_of(decoder) + (clean_up_steps() if clean_up_spaces else [])
+            self._pieces = piece_table(steps, tokens)
+            shown = StepDetokenizer(tokens, steps)
+            plain = StepDetokenizer({i: t for i, t in tokens.items() if i not in self._special_ids}, steps)
+        self._fresh: dict[bool, Detokenizer] = {False: shown, True: plain}
+        self.vocab_size = max(tokens, default=-1) + 1 if vocab_size is None else vocab_size
         self.bos_id = bos_id
         self.eos_id = eos_id
         self._uses_post_processor = add_bos is None and add_eos is None
@@ -71,7 +75,8 @@ class Tokenizer:
             path: the file, or the folder that holds it.
 
         Raises:
-            LoadError: a file is missing, malformed, or its decoder is of a kind not supported; the file is named.
+            LoadError: a file is missing or malformed, or its decoder cannot be followed as tokens come; the file is
+                named.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -81,8 +86,12 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise LoadError(f"{file}: not a tokenizer: {error}") from error
-        config = _read_config(file.with_name("tokenizer_config.json"))
-        _add_configured_tokens(backend, config)
+        config_file = file.with_name("tokenizer_config.json")
+        config = _read_config(config_file)
+        try:
+            _add_configured_tokens(backend, config)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise LoadError(f"{config_file}: added_tokens_decoder: must hold tokens by id ({error!r})") from error
         try:
             return cls(
                 backend,
@@ -91,6 +100,9 @@ class Tokenizer:
                 # A stored post-processor is the last word, as in transformers 5; without one only the flags can tell.
                 add_bos=config.get("add_bos_token") if backend.post_processor is None else None,
                 add_eos=config.get("add_eos_token") if backend.post_processor is None else None,
+                # transformers does not do it to a BPE's text, whatever the file says: it would spoil it.
+                clean_up_spaces=config.get("clean_up_tokenization_spaces") is True
+                and not isinstance(backend.model, tokenizers.models.BPE),
             )
         except LoadError as error:
             raise LoadError(f"{file}: {error}") from error
@@ -114,26 +126,54 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids`` in one go, by the rules of ``Detokenizer``."""
+        """Text of ``ids`` in one go, by the rules of ``Detokenizer``.
+
+        That is the text of the tokenizers library, but for bytes that are no character: one U+FFFD per maximal
+        ill-formed part (the library's byte fallback gives one per byte of the whole run), none for continuation bytes
+        at the very start.
+        """
         detokenizer = self.detokenizer(skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.flush()
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental decoder for one sequence."""
-        return Detokenizer(self._plain_pieces if skip_special_tokens else self._pieces, self.strip_leading_space)
+        return self._fresh[skip_special_tokens].fork()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that ``token_id`` adds to a text; empty for an id that stands for none."""
+        """The bytes that ``token_id`` adds inside a text; empty for an id that stands for none.
+
+        Where position matters, a token at the very start may add less (the space of a word goes), and so may one at the
+        very end (BPEDecoder) or after itself (CTC).
+        """
         return self._pieces[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """Text of ``token_id`` alone, also of a control token; U+FFFD for bytes that are no character."""
+        return self._pieces[token_id].decode(errors="replace")
+
+    def all_pieces(self) -> list[bytes]:
+        """``token_bytes`` of every id below ``vocab_size``."""
+        return [self._pieces[token_id] for token_id in range(self.vocab_size)]
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the control tokens."""
+        return self._special_ids
 
     def is_special(self, token_id: int) -> bool:
         """Whether ``token_id`` is a control token, which ``skip_special_tokens`` leaves out of a text."""
         return token_id in self._special_ids
 
 
-def _decoder_of(backend: tokenizers.Tokenizer) -> PieceDecoder:
-    decoder = backend.decoder
-    return PieceDecoder(None if decoder is None else json.loads(decoder.__getstate__()))
+def _tokens_of(backend: tokenizers.Tokenizer) -> dict[int, str]:
+    """Token by id, as the vocabulary spells it; also the second and further ids of a token that has several."""
+    vocab = backend.get_vocab(with_added_tokens=True)
+    tokens = {token_id: token for token, token_id in vocab.items()}
+    end = max(max(tokens, default=-1) + 1, backend.get_vocab_size(with_added_tokens=True))
+    for token_id in range(end):
+        if token_id not in tokens and (token := backend.id_to_token(token_id)) is not None:
+            tokens[token_id] = token
+    return tokens
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -82,3 +82,49 @@ def test_a_bad_prompt_in_a_file_is_named_by_its_line(tmp_path):
     result = CliRunner().invoke(app, ["generate", "--input", str(file)])
     assert result.exit_code == 2
     assert f"{file}, line 2: input_ids: " in result.stderr
+
+
+def test_any_parameter_can_be_given_by_name(golden, tmp_path):
+    case = golden["en_capital"]
+    options = ["--prompt", case["prompt"], "--max-tokens", 3, "--param", "n=2", "--param", "temperature=0.9"]
+    first, second = [json.loads(line) for line in run(*options, "--seed", 4, "--json").splitlines()]
+    assert set(second) - set(first) == {"index"}
+    assert second["index"] == 1
+    assert run(*options, "--seed", 4) == f"{first['text']}\n{second['text']}\n"
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"prompt": case["prompt"], "n": 2, "temperature": 0.9}))
+    assert run("--input", file, "--max-tokens", 3, "--seed", 4) == f"{first['text']}\n{second['text']}\n"
+
+
+def test_logprobs_are_printed_by_token_id(golden):
+    case = golden["en_capital"]
+    options = ["--prompt", case["prompt"], "--max-tokens", 1, "--param", "logprobs=1", "--param", "prompt_logprobs=0"]
+    result = json.loads(run(*options, "--json", *GREEDY))
+    (position,) = result["logprobs"]
+    assert list(position) == [str(case["output_ids"][0])]
+    assert set(position[str(case["output_ids"][0])]) == {"logprob", "rank", "decoded_token"}
+    assert result["prompt_logprobs"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--param", "top_q=1"], "top_q: a known parameter"),
+        (["--param", "min_p"], "--param: NAME=VALUE is needed"),
+        (["--param", "top_k=3", "--top-k", "3"], "top_k: given once, not also by --param"),
+        (["--param", "min_p=2"], "min_p: a finite number >= 0 and <= 1, got '2'"),
+        (["--param", "guided_json={"], "guided_json: a JSON schema"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_before_the_model_loads(options, message):
+    result = CliRunner().invoke(app, ["generate", "--model", "/no/where", "--prompt", "a", *options])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_parameter_that_the_prompt_cannot_have_is_named_by_its_line(tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "a", "min_tokens": 9}\n')
+    result = CliRunner().invoke(app, ["generate", "--input", str(file), "--max-tokens", "5"])
+    assert result.exit_code == 2
+    assert f"{file}, line 2: min_tokens: " in result.stderr

@@ -40,6 +40,13 @@ def test_a_wrong_request_is_refused_by_field(options, message):
         request_of(options)
 
 
+def test_a_key_given_twice_in_a_line_is_refused(tmp_path):
+    file = tmp_path / "requests.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "a", "top_k": 1, "top_k": 2}\n')
+    with pytest.raises(InputError, match="line 2: not JSON: each key once, not twice 'top_k'"):
+        read_requests(file)
+
+
 @pytest.mark.parametrize("text", ["1,2,3", "1 2 3", "[1, 2,3]", " [1 2 3]"])
 def test_ids_are_parted_by_commas_or_spaces(text):
     assert parse_ids(text) == [1, 2, 3]

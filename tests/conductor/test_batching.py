@@ -26,7 +26,7 @@ def table_of(*rows: tuple[int, int]) -> RowTable:
     table = RowTable(len(rows))
     for row, (state, prompt) in enumerate(rows):
         request = EngineRequest(prompt_ids=bytes(4 * prompt), max_tokens=9, temperature=0.0)
-        table.join(Waiting(row + 10, 0, row, request, 9), RequestInfo(row + 10, row), state)
+        table.join(Waiting(row + 10, 0, row, request, 9, RequestInfo(row + 10, row)), state)
     return table
 
 

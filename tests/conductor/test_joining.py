@@ -55,20 +55,19 @@ class Queue:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.queue = WaitQueue()
-        self.joining = Joining(self.queue, Pools({"kv": pool}), RequestConfigs([PagedKVSpec("kv", {"LLM"}, KV)]))
+        self.joining = Joining(self.queue, Pools({"kv": pool}))
+        self.configs = RequestConfigs([PagedKVSpec("kv", {"LLM"}, KV)], 64, ())
 
     def push(self, *prompts: int) -> None:
         for tokens in prompts:
             number = self.queue.num_pushed
             request = EngineRequest(prompt_ids=np.zeros(tokens, "<i4").tobytes(), max_tokens=1, temperature=0.0)
-            self.queue.push(Waiting(number, 0, number, request, 1))
+            self.queue.push(Waiting(number, 0, number, request, 1, self.configs.describe(number, request, 1)))
 
     def join(self) -> list[int]:
         """Lets in whoever can; they take no pages."""
         joined = []
-        while (found := self.joining.next()) is not None:
-            waiting, info = found
-            assert waiting.request_id == info.request_id
+        while (waiting := self.joining.next()) is not None:
             self.queue.remove(waiting.request_id)
             joined.append(waiting.request_id)
         return joined

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstar.conductor.row_counts import RowCounts, RowMarks
+from mstar.conductor.row_counts import RowCounts, RowFlags, RowMarks
 
 CAPACITY = 5
 SETS = [np.array(rows, np.int64) for rows in ([0, 1, 2], [2, 4], [], [3], [0, 1, 2])]
@@ -42,3 +42,12 @@ def test_deferred_marks_are_those_of_setting_at_once(actions):
             marks.set(SETS[action[0]], action[1])
             expected[SETS[action[0]]] = action[1]
     assert marks.values.tolist() == expected.tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.booleans())))
+def test_the_count_of_flags_is_that_of_those_that_are_true(writes):
+    flags = RowFlags(8)
+    for row, value in writes:
+        flags.write(row, value)
+        assert flags.values[row] == value
+        assert flags.count == flags.values.sum()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -11,18 +13,21 @@ import torch
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.queue import Limits
 from mstar.conductor.report import Failure
-from mstar.conductor.request import EngineRequest
+from mstar.conductor.request import NO_TOKEN, EngineRequest
 from mstar.engine.engine import Engine
 from mstar.engine.inputs import ARNodeInputs
 from mstar.engine.outputs import BatchedModelOutput
-from mstar.engine.resources.base import Resource
+from mstar.engine.resources.base import Resource, RowVerdict
+from mstar.engine.resources.grammar.config import GrammarSpec
 from mstar.engine.resources.kv.config import KVStep, PagedKVConfig, PagedKVSpec
+from mstar.engine.resources.logprobs.config import LogprobsSpec
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import ADMITTED, AdmitOutcome, ResourceStep, Segment, SubmoduleStep
 from mstar.engine.submodule import ARNodeSubmodule
 from mstar.graph import Edge, Loop, Node, Walk
 
-VOCAB, EOS, OTHER_EOS, FAULT, RAISES, BAD_INPUT = 100, 0, 2, 90, 91, 92
+VOCAB, EOS, OTHER_EOS, FAULT, RAISES, BAD_INPUT, NO_CHOICE = 100, 0, 2, 90, 91, 92, 93
+COMPLETES, BREAKS = 40, 41  # what a grammar of the toy takes these tokens for
 NODE = "LLM"
 
 
@@ -46,11 +51,94 @@ class MoodSpec(NodeResourceSpec):
         return Mood
 
 
+class Panic(BaseException):
+    """What a library written in Rust raises."""
+
+
+class Grammars(Resource):
+    """Takes every token but ``BREAKS``, and is complete after ``COMPLETES``.
+
+    Its steps need all tokens before: ``steps_ahead`` counts rows that were admitted without.  A text "malformed" is
+    refused, "crashes" raises, "slow" is prepared once ``may_prepare`` is set.
+    """
+
+    def __init__(self) -> None:
+        self.prepared: list[str] = []
+        self.accepted: dict[int, list[int]] = {}
+        self.may_prepare = threading.Event()
+        self.steps_ahead = 0
+        self._stepped: dict[int, int] = {}
+        self._row_of: dict[int, int] = {}
+
+    @classmethod
+    def build(cls, spec, info):
+        return cls()
+
+    def prepare_request(self, config):
+        if config.text == "slow":
+            assert self.may_prepare.wait(20)
+        if config.text == "malformed":
+            raise ValueError("guided_decoding_guide: malformed")
+        if config.text == "crashes":
+            raise Panic("out of memory")
+        self.prepared.append(config.text)
+
+    def ingest_request(self, request_id, row, config):
+        if config is not None:
+            assert config.text in self.prepared
+            self._row_of[row] = request_id
+            self._stepped[row] = 0
+            self.accepted[request_id] = []
+
+    def remove_request(self, request_id, row):
+        self._row_of.pop(row, None)
+
+    def admit(self, step, ctx):
+        for row in ctx.rows.tolist():
+            if row in self._row_of:
+                self.steps_ahead += self._stepped[row] != len(self.accepted[self._row_of[row]])
+        return ADMITTED
+
+    def commit(self, step, ctx):
+        for row in ctx.rows.tolist():
+            if row in self._row_of:
+                self._stepped[row] += 1
+
+    def accept_tokens(self, rows, tokens):
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            self.accepted[self._row_of[row]].append(token)
+        verdicts = np.zeros(rows.size, np.uint8)
+        verdicts[tokens == COMPLETES] = RowVerdict.COMPLETE
+        verdicts[tokens == BREAKS] = RowVerdict.BROKEN
+        return verdicts if verdicts.any() else None
+
+
+class ToyGrammarSpec(GrammarSpec):
+    @property
+    def resource_class(self):
+        return Grammars
+
+
+class Observer(Resource):
+    """Stands for log-probabilities, which the forward makes up."""
+
+    @classmethod
+    def build(cls, spec, info):
+        return cls()
+
+
+class ToyLogprobsSpec(LogprobsSpec):
+    @property
+    def resource_class(self):
+        return Observer
+
+
 class Echo(ARNodeSubmodule):
     """Generates the prompt again and again, from its first token on.
 
-    A prompt token ``FAULT`` spoils that row's logits, ``RAISES`` breaks every step that would draw it, ``BAD_INPUT``
-    first breaks the row.
+    A prompt token ``FAULT`` spoils that row's logits, ``NO_CHOICE`` leaves it nothing to draw, ``RAISES`` breaks every
+    step that would draw it, ``BAD_INPUT`` first breaks the row.  Of a token t it tells log-probability -t and rank t,
+    and of the most likely tokens 1, 2, ... as many as the vocabulary of five ids has.
     """
 
     def __init__(self) -> None:
@@ -77,7 +165,8 @@ class Echo(ARNodeSubmodule):
 
     def declare_step(self, graph_walk, request_ids, inputs, slot_lease=None, piecewise_leases=None):
         segments = tuple(Segment(rid, "main", row.input_seq_len) for rid, row in zip(request_ids, inputs, strict=True))
-        return SubmoduleStep({"kv_cache": KVStep(), "mood": ResourceStep()}, segments)
+        steps = {"kv_cache": KVStep(), "mood": ResourceStep(), "grammar": ResourceStep(), "logprobs": ResourceStep()}
+        return SubmoduleStep(steps, segments)
 
     def get_combined_graph_walks(self):
         return {NODE: {"mixed": ("decode", "prefill")}}
@@ -95,11 +184,35 @@ class Echo(ARNodeSubmodule):
         self.spans.append(tuple(engine_inputs.ctx.spans.tolist()))
         self.counts.update(zip(ids.tolist(), [count + 1 for count in counts], strict=True))
         new_token = torch.tensor(tokens)
-        return BatchedModelOutput(check_stop_buffers={"new_token": new_token, "fault": new_token == FAULT})
+        fault = (new_token == FAULT).to(torch.int8) + 2 * (new_token == NO_CHOICE).to(torch.int8)
+        told = {"logprob": -new_token.float(), "logprob_rank": new_token.int()} | most_likely(len(tokens))
+        return BatchedModelOutput(
+            per_rid_outputs={rid: of_prompt(self.prompts[rid]) for rid in ids.tolist()},
+            check_stop_buffers={"new_token": new_token, "fault": fault} | told,
+        )
 
     def cleanup_request(self, request_id):
         self.counts.pop(request_id, None)
         self.prompts.pop(request_id, None)
+
+
+def most_likely(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.full((rows, 20), -1, dtype=torch.int32)
+    ids[:, :5] = torch.arange(1, 6)
+    return {"top_ids": ids, "top_logprobs": torch.where(ids < 0, -torch.inf, -ids.float())}
+
+
+def of_prompt(prompt: np.ndarray) -> dict[str, list[torch.Tensor]]:
+    """What is told of a prompt from its second token on, in two pieces where it is long enough."""
+    ids = torch.from_numpy(prompt[1:])
+    top = most_likely(len(ids))
+    told = {
+        "prompt_logprob": -ids.float(),
+        "prompt_rank": ids.int(),
+        "prompt_top_ids": top["top_ids"],
+        "prompt_top_logprobs": top["top_logprobs"],
+    }
+    return {name: list(values.split(2)) for name, values in told.items()}
 
 
 @dataclass
@@ -117,6 +230,9 @@ class Outcome:
     """What a request brought in all."""
 
     tokens: list[int] = field(default_factory=list)
+    ends_with: int | None = None  # what stood in place of a token in the last row
+    logprobs: list[np.void] = field(default_factory=list)
+    prompt_logprobs: list[np.ndarray] = field(default_factory=list)
     finishes: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
@@ -154,7 +270,12 @@ class Bench:
         )
         self.echo = Echo()
         self.echo.largest_batch = largest_batch
-        specs = [PagedKVSpec("kv_cache", {NODE}, kv), MoodSpec("mood", {NODE})]
+        specs = [
+            PagedKVSpec("kv_cache", {NODE}, kv),
+            MoodSpec("mood", {NODE}),
+            ToyGrammarSpec("grammar", {NODE}, VOCAB, list),
+            ToyLogprobsSpec("logprobs", {NODE}, VOCAB),
+        ]
         self.engine = Engine(
             {NODE: self.echo}, specs, device="cpu", dtype=torch.float32, kv_dtype=torch.float32, capacity=rows
         )
@@ -170,7 +291,9 @@ class Bench:
             run_ahead=run_ahead,
             mixed_steps=mixed,
         )
-        self.conductor = Conductor(self.engine, EchoModel(walks, specs), limits)
+        self.now_ns = 1000
+        self.conductor = Conductor(self.engine, EchoModel(walks, specs), limits, clock=lambda: self.now_ns)
+        self.grammars = self.engine.resources["grammar"]
         self.kv = self.engine.resources["kv_cache"]
         self.mood = self.engine.resources["mood"]
         self.outcomes: dict[int, Outcome] = {}
@@ -184,12 +307,21 @@ class Bench:
 
     def step(self):
         report = self.conductor.step()
+        for prompt in report.prompt_logprobs:
+            assert not self.outcomes[prompt.ticket].tokens, "told after the first token"
+            self.outcomes[prompt.ticket].prompt_logprobs.append(prompt.logprobs)
+        if report.logprob_rows is not None:
+            for row, record in zip(report.logprob_rows.tolist(), report.logprobs, strict=True):
+                assert report.tokens[row] != NO_TOKEN
+                self.outcomes[int(report.request_ids[row])].logprobs.append(record)
         rows = zip(report.request_ids.tolist(), report.tokens.tolist(), report.finish.tolist(), strict=True)
         for request_id, token, finish in rows:
             outcome = self.outcomes[request_id]
             assert outcome.num_ends == 0, "a request was reported after its end"
             if token >= 0:
                 outcome.tokens.append(token)
+            else:
+                outcome.ends_with = token
             if finish:
                 outcome.finishes.append(finish)
         for failure in report.failures:
@@ -199,7 +331,9 @@ class Bench:
     def run(self, most_steps=2000) -> None:
         for _ in range(most_steps):
             if self.conductor.has_work():
-                self.step()
+                report = self.step()
+                if report.is_empty and not report.num_stepped:
+                    time.sleep(0.0005)  # somebody is being prepared
         assert not self.conductor.has_work(), f"still at work after {most_steps} steps"
 
     def assert_idle(self) -> None:
@@ -209,3 +343,6 @@ class Bench:
         assert self.kv.promised_pages == 0
         assert self.conductor.num_running == self.conductor.num_queued == self.conductor.num_queued_tokens == 0
         assert not self.echo.counts
+        assert self.grammars.steps_ahead == 0
+        table = self.conductor._table  # while a flag of nobody is up, every step pays for it
+        assert table.waits_for_host.count == table.asks_logprobs.count == table.asks_prompt.count == 0

@@ -11,6 +11,8 @@ import typer
 
 from mstar.cli.main import app
 from mstar.runtime.options import OPTIONS
+from mstar.runtime.params import coerce_parameters
+from mstar.runtime.spellings import IGNORED, NEUTRAL, UNSUPPORTED
 from mstar.serving.contract import INPUTS, OUTPUTS
 from mstar.utils.knobs import KNOBS
 
@@ -65,6 +67,68 @@ def test_the_page_of_environment_variables_lists_what_the_project_reads() -> Non
             assert bound is None or str(bound) in values, name
 
 
+def guide(kind: str, text: str | None = None) -> dict[str, Any]:
+    return {"guided_decoding_guide_type": kind, "guided_decoding_guide": text}
+
+
+# What the first cell of the table of other engines' names stands for, with a value.
+HERE: dict[str, dict[str, Any]] = {
+    "`max_tokens`": {"max_tokens": 5},
+    "`min_tokens`": {"min_tokens": 2},
+    "`top_k`": {"top_k": 3},
+    "`top_p`": {"top_p": 0.5},
+    "`temperature`": {"temperature": 0},
+    "`seed`": {"seed": 7},
+    "`n`": {"n": 2},
+    "`stop_words`": {"stop": ["x"]},
+    "`logprobs`": {"logprobs": 3},
+    "`return_log_probs`": {"return_log_probs": True},
+    "guide type `json_schema`": guide("json_schema", "{}"),
+    "guide type `json`": guide("json", ""),
+    "guide type `regex`": guide("regex", "a+"),
+    "guide type `ebnf_grammar`": guide("ebnf_grammar", 'root ::= "a"'),
+    "guide type `choice`": guide("choice", '["a"]'),
+    "`exclude_input_in_output`": {"exclude_input_in_output": False},
+    "`stream`": {"stream": True},
+}
+SCHEMA = {"name": "x", "schema": {}}
+# The same under names that take another value; the others take the value itself.
+ELSEWHERE: dict[tuple[str, str], dict[str, Any]] = {
+    ("`temperature`", "do_sample"): {"do_sample": False},
+    ("`logprobs`", "top_logprobs"): {"logprobs": True, "top_logprobs": 3},
+    ("guide type `json_schema`", "guided_json"): {"guided_json": {}},
+    ("guide type `json_schema`", "structured_outputs"): {"structured_outputs": {"json": {}}},
+    ("guide type `json_schema`", "response_format"): {
+        "response_format": {"type": "json_schema", "json_schema": SCHEMA}
+    },
+    ("guide type `json`", "guided_json_object"): {"guided_json_object": True},
+    ("guide type `json`", "response_format"): {"response_format": {"type": "json_object"}},
+    ("guide type `regex`", "guided_regex"): {"guided_regex": "a+"},
+    ("guide type `regex`", "structured_outputs"): {"structured_outputs": {"regex": "a+"}},
+    ("guide type `ebnf_grammar`", "guided_grammar"): {"guided_grammar": 'root ::= "a"'},
+    ("guide type `ebnf_grammar`", "structured_outputs"): {"structured_outputs": {"grammar": 'root ::= "a"'}},
+    ("guide type `choice`", "guided_choice"): {"guided_choice": ["a"]},
+    ("guide type `choice`", "structured_outputs"): {"structured_outputs": {"choice": ["a"]}},
+}
+
+
+def test_every_name_of_another_engine_means_what_its_row_says() -> None:
+    rows = rows_of("here")
+    assert [row[0] for row in rows] == list(HERE)
+    for here, *cells in rows:
+        value = next(iter(HERE[here].values()))
+        for name in re.findall(r"`(\w+)`", " ".join(cells)):
+            given = ELSEWHERE.get((here, name), {name: value})
+            assert coerce_parameters(given) == coerce_parameters(HERE[here]), (here, name)
+
+
+def test_the_page_on_sampling_lists_what_is_neutral_refused_and_passed_over() -> None:
+    page = (ROOT / "docs" / "sampling.md").read_text().partition("## Names of other engines")[2]
+    neutral, refused, ignored = page.split("\n\n")[1:4]
+    for text, names in ((neutral, NEUTRAL), (refused, UNSUPPORTED), (ignored, IGNORED)):
+        assert set(re.findall(r"`(\w+)`", text)) == set(names)
+
+
 def test_the_default_length_of_the_shipped_entry_is_the_one_the_readme_states() -> None:
     config = (ROOT / "model_repository" / "smollm2" / "config.pbtxt").read_text()
     (shipped,) = re.findall(r'^parameters { key: "default_max_tokens" .*"(\d+)"', config, re.MULTILINE)
@@ -103,6 +167,8 @@ def test_make_targets_that_the_readme_names_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_python_example_is_valid() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    compile(example, "README.md", "exec")
+def test_python_examples_are_valid() -> None:
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        compile(example, "README.md", "exec")

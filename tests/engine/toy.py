@@ -133,7 +133,9 @@ class ToyTokens(Resource):
     def resolve_cached_prefix(self, request_id: int) -> int:
         return self.cached or 0
 
-    def apply_cached_prefix(self, request_id: int, row: int, matched_len: int) -> None:
+    def apply_cached_prefix(
+        self, request_id: int, row: int, matched_len: int, matched_ids: np.ndarray | None = None
+    ) -> None:
         self.applied[request_id] = matched_len
 
     def extend_prefix_chains(self, rows: np.ndarray, tokens: np.ndarray) -> None:

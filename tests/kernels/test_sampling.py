@@ -195,7 +195,9 @@ def test_rows_without_usable_logits_are_faults_and_leave_others_alone(row):
     logits[3, 4] = torch.inf
     logits[4, :20] = -torch.inf
     tokens, faults = sample_rows(logits, rows_of(*[row] * 5), True)
-    assert faults.tolist() == [True, False, True, True, False]
+    assert faults.dtype == torch.int8
+    assert faults.tolist() == [1, 0, 1, 1, 0]
+    assert sample_rows(logits, rows_of(*[row] * 5), True, is_constrained=True)[1].tolist() == [1, 0, 2, 1, 0]
     assert tokens[[0, 2, 3]].tolist() == [0, 0, 0]
     assert tokens[1:2].tolist() == alone
     assert tokens[4] >= 20

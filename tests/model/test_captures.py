@@ -7,12 +7,20 @@ import torch
 
 from mstar.model.captures import dense_ladder, doubling_ladder, text_graph_configs
 from mstar.model.text_rows import LOOPBACK, collate
+from mstar.model.text_sampling import FULL
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 
 def configs(device: str, **options):
-    return text_graph_configs(torch.device(device), max_rows=48, max_tokens=500, **options)
+    """Decode and packed captures of the plain variant; those of the other have the same shapes."""
+    made = text_graph_configs(torch.device(device), max_rows=48, max_tokens=500, **options)
+    variants = [None, None, FULL, FULL] if device == "cpu" else [None, None]
+    assert [config.additional_key_info for config in made] == variants
+    for plain, full in zip(made[:2], made[2:], strict=False):
+        assert plain.capture_graph_walk == full.capture_graph_walk
+        assert plain.capture_batch_sizes == full.capture_batch_sizes
+    return made[:2]
 
 
 def test_ladders_end_with_the_largest_size() -> None:

@@ -112,6 +112,18 @@ def test_generation_defaults_are_those_the_checkpoint_sets(folder: Path) -> None
     assert open_checkpoint(str(folder)).generation == {"temperature": 0.7, "top_k": 20}
 
 
+def test_a_model_loads_whatever_its_generation_defaults_say(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_json(folder / "generation_config.json", temperature=-1, top_p="all", max_new_tokens=9)
+    assert open_checkpoint(str(folder)).generation == {"max_tokens": 9}
+    assert "generation_config.json: temperature: -1" in caplog.text
+
+
+def test_a_ggufs_generation_defaults_are_read(tmp_path: Path) -> None:
+    metadata = {"general.sampling.top_k": 7}
+    file = write_gguf(tmp_path / "m.gguf", random_model("qwen3"), F32, metadata=metadata)
+    assert open_checkpoint(str(file)).generation == {"top_k": 7}
+
+
 def test_the_jinja_file_wins_over_the_tokenizer_configs_template(folder: Path) -> None:
     write_json(folder / "tokenizer_config.json", chat_template=[{"name": "default", "template": "old"}])
     assert open_checkpoint(str(folder)).chat_template == "old"

@@ -16,8 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from mstar.engine.accelerator_graph_backend import CpuGraphBackend, EagerBackend
 from mstar.engine.batch import Batch
 from mstar.engine.inputs import ARNodeInputs
+from mstar.engine.resources.logit_edits.config import LogitEditsReqConfig
+from mstar.engine.resources.logprobs.config import LogprobsReqConfig
 from mstar.engine.resources.sampler.config import SamplingReqConfig
+from mstar.engine.resources.step import BucketKey, SlotLease
 from mstar.model.options import ModelLoadOptions
+from mstar.model.text_sampling import FULL
 
 from .driver import GREEDY, build_engine, generate, load_small, request, step
 from .small_checkpoints import (
@@ -227,9 +231,71 @@ def test_declare_step_is_pure_and_spans_each_row(folder: Path) -> None:
     inputs = [ARNodeInputs(input_seq_len=3), ARNodeInputs(input_seq_len=1)]
     step = submodule.declare_step("prefill", [4, 9], inputs)
     assert step == submodule.declare_step("prefill", [4, 9], inputs)
-    assert set(step.keys()) == {"kv_cache", "attn", "rope", "sampler"}
     assert [(s.request_id, s.span) for s in step.get("kv_cache").segments] == [(4, 3), (9, 1)]
     assert step.get("sampler").kept_rids is None
+
+
+@pytest.mark.parametrize("walk", ["prefill", "decode"])
+@pytest.mark.parametrize("variant", [None, FULL, "eager"])
+def test_a_plain_step_has_the_sampler_alone_behind_its_head(variant: str | None, walk: str, folder: Path) -> None:
+    submodule = load_small(folder).submodules["LLM"]
+    row = ARNodeInputs(input_seq_len=2, input_ids=torch.tensor([5, 6])) if walk == "prefill" else ARNodeInputs()
+    lease = None if variant == "eager" else SlotLease(0, BucketKey(walk, 1, 2, variant))
+    step = submodule.declare_step(walk, [4], [row], slot_lease=lease)
+    behind = set(step.keys()) - {"kv_cache", "attn", "rope"}
+    if variant is None:
+        assert behind == {"sampler"}
+        assert not step.get("sampler").apply_penalty
+        assert step.cg_key_info is None
+        return
+    assert behind == {"sampler", "logprobs", "logit_edits", "grammar"}
+    assert step.get("sampler").apply_penalty
+    assert step.cg_key_info == FULL
+    tracked = step.get("sampler").prefill_tracked_tokens
+    assert {i: ids.tolist() for i, ids in tracked.items()} == ({4: [5, 6]} if walk == "prefill" else {})
+
+
+def test_one_row_that_needs_it_takes_its_step_to_the_full_variant(folder: Path) -> None:
+    engine = build_engine(load_small(folder), 3, CpuGraphBackend(strict=True))
+    plain, penalised = request(1, [5, 6, 7], 8, GREEDY), request(2, [5, 6], 8, SamplingReqConfig(repetition_penalty=2))
+    for info in (plain, penalised):
+        engine.ingest(info)
+    for infos, variant in (([plain], None), ([penalised], FULL)):
+        assert engine.exec(Batch("LLM", "prefill", infos)).bucket.cg_key_info == variant
+    for infos, variant in (([plain], None), ([plain, penalised], FULL), ([plain], None)):
+        assert engine.exec(Batch("LLM", "decode", infos)).bucket.cg_key_info == variant
+
+
+def test_a_prompt_that_is_asked_about_runs_eager_and_tells_of_every_token_but_the_first(folder: Path) -> None:
+    engine = build_engine(load_small(folder), 3, CpuGraphBackend(strict=True))
+    asking, other = request(1, [5, 6, 7, 8], 8, GREEDY), request(2, [9, 6], 8, GREEDY)
+    asking.resource_configs["logprobs"] = LogprobsReqConfig(num_prompt_top=2, prompt_ids=np.array([5, 6, 7, 8]))
+    for info in (asking, other):
+        engine.ingest(info)
+    result = engine.exec(Batch("LLM", "prefill", [other, asking]))
+    assert engine.eager_steps == {("LLM", "prefill", "prompt_logprobs"): 1}
+    assert result.outputs[1]["prompt_logprob"][0].shape == (3,)
+    assert "prompt_logprob" not in result.outputs.get(2, {})
+    assert engine.exec(Batch("LLM", "decode", [other, asking])).captured
+
+
+def test_logprobs_are_of_the_models_own_logits_whatever_was_made_of_them(folder: Path) -> None:
+    model = load_small(folder)
+    engine = build_engine(model, 1, CpuGraphBackend(strict=True))
+    edits = LogitEditsReqConfig(allowed_ids=np.array([3, 9]), bias_ids=np.array([9]), bias=np.array([50.0]))
+    asking = request(1, [5, 6, 7], 8, SamplingReqConfig(temperature=0.7, repetition_penalty=3.0))
+    asking.resource_configs |= {"logit_edits": edits, "logprobs": LogprobsReqConfig(num_top=2)}
+    engine.ingest(asking)
+    raw: list[torch.Tensor] = []
+    hook = model.submodules["LLM"].decoder.register_forward_hook(lambda *call: raw.append(call[-1].clone()))
+    for walk in ("prefill", "decode", "decode"):
+        host = step(engine, Batch("LLM", walk, [asking]))
+        expected = raw[-1][0].double().log_softmax(-1)
+        assert host["new_token"] == [9]
+        assert host["logprob"][0] == pytest.approx(expected[9].item(), abs=1e-5)
+        assert host["logprob_rank"][0] == 1 + (expected > expected[9]).sum()
+        assert host["top_ids"][0, :2].tolist() == expected.topk(2).indices.tolist()
+    hook.remove()
 
 
 def test_only_the_last_part_of_a_prompt_keeps_its_draw(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -168,7 +169,7 @@ def test_one_slot_is_too_few_for_a_sampler(
     expected = run(load(folder), request())
     monkeypatch.setenv("MSTAR_NUM_SLOTS", "1")
     assert run(load(folder), request()) == expected
-    assert "MSTAR_NUM_SLOTS=1: raised to 2, sampler needs double buffers" in caplog.text
+    assert re.search("MSTAR_NUM_SLOTS=1: raised to 2, .*sampler needs? double buffers", caplog.text)
     caplog.clear()
     monkeypatch.setenv("MSTAR_NUM_SLOTS", "3")
     assert run(load(folder), request()) == expected

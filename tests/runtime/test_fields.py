@@ -16,6 +16,9 @@ SHARE = Field(name="share", kind="float", low=0.0, high=1.0, above_low=True, def
 SWITCH = Field(name="switch", kind="bool", default=False, doc="")
 WORDS = Field(name="words", kind="strings", low=1, high=5, max_items=3, default=(), doc="")
 SIZE = Field(name="size", kind="bytes", low=1, high=2**50, doc="")
+IDS = Field(name="ids", kind="ints", low=0, high=9, min_items=1, max_items=3, doc="")
+BIASES = Field(name="biases", kind="biases", low=-10.0, high=10.0, max_items=2, doc="")
+ANY = Field(name="any", kind="json", low=1, high=20, doc="")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,53 @@ def test_lists_are_bounded_in_number_and_length(value):
         WORDS.coerce(value)
 
 
+@pytest.mark.parametrize("value", [(1, 2), [1, "2"], "1,2", "1, 2,", np.array([1, 2]), {1: 0, 2: 0}.keys()])
+def test_lists_of_integers_come_in_any_form(value):
+    assert IDS.coerce(value) == (1, 2)
+
+
+@pytest.mark.parametrize("value", [2, "2", 2.0, np.int64(2)])
+def test_a_number_is_a_list_of_one(value):
+    assert IDS.coerce(value) == (2,)
+
+
+@pytest.mark.parametrize("value", [[], "", [10], [-1], [1, 2, 3, 4], [1.5], [True], {"1": 2}, "x"])
+def test_lists_of_integers_are_bounded(value):
+    with pytest.raises(InvalidArgument, match="ids: integers >= 0 and <= 9, 1 to 3 of them, got "):
+        IDS.coerce(value)
+
+
+@pytest.mark.parametrize("value", [{5: 1, 6: 99}, {"5": "1", " 6": "99"}, {5.0: 1.0, 6: 10}, '{"5": 1, "6": 1e30}'])
+def test_biases_are_numbers_by_id_cut_to_the_bounds(value):
+    result = BIASES.coerce(value)
+    assert result == {5: 1.0, 6: 10.0}
+    assert {(type(key), type(number)) for key, number in result.items()} == {(int, float)}
+
+
+@pytest.mark.parametrize(
+    "value", [[5], 5, "x", "[1]", {-1: 1}, {2**31: 1}, {"a": 1}, {5: math.nan}, {5: "inf"}, {5: True}, {5: None},
+              {True: 1}, {1: 1, 2: 2, 3: 3}]
+)  # fmt: skip
+def test_biases_of_what_is_no_id_or_no_number_are_refused(value):
+    with pytest.raises(
+        InvalidArgument, match="biases: an object of token ids to finite numbers, at most 2 of them, got"
+    ):
+        BIASES.coerce(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("as it is {", "as it is {"), ({"ä": [1]}, '{"ä": [1]}'), (["a"], '["a"]'), (True, "true")]
+)
+def test_any_json_value_is_its_text(value, expected):
+    assert ANY.coerce(value) == expected
+
+
+@pytest.mark.parametrize("value", ["", "x" * 21, {"a": math.nan}, {1, 2}, {"a": object}, ["x" * 30]])
+def test_what_has_no_json_text_in_bounds_is_refused(value):
+    with pytest.raises(InvalidArgument, match="any: a string or JSON value of 1 to 20 characters"):
+        ANY.coerce(value)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"), [("512", 512), ("1.5KiB", 1536), ("2 GiB", 2**31), ("3m", 3 * 2**20), (9, 9)]
 )
@@ -98,9 +148,14 @@ def test_an_error_names_the_field_as_the_client_did():
         COUNT.coerce(-5, given_as="other_name")
 
 
-@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.lists(st.text())))
+@given(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.lists(st.text()),
+        st.lists(st.integers()), st.dictionaries(st.one_of(st.integers(), st.text()), st.floats()),
+    )
+)  # fmt: skip
 def test_any_value_is_coerced_or_refused(value):
-    for field in (COUNT, SHARE, SWITCH, WORDS, SIZE):
+    for field in (COUNT, SHARE, SWITCH, WORDS, SIZE, IDS, BIASES, ANY):
         try:
             result = field.coerce(value)
         except InvalidArgument:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from mstar.conductor.request import LOGPROB, Guide, LogitEdits
 from mstar.runtime import messages as m
 
 REQUEST = m.EngineRequest(prompt_ids=np.arange(5, dtype="<i4").tobytes(), max_tokens=None, temperature=0.5, seed=3)
@@ -20,8 +21,43 @@ def test_rows_come_back_as_arrays():
     finish = np.array([m.FinishReason.RUNNING, m.FinishReason.STOP], np.uint8)
     sent = m.StepTokens(tickets.tobytes(), tokens.tobytes(), finish.tobytes())
     received = m.decode_from_engine(m.encode(sent))
-    for got, expected in zip(received.arrays(), (tickets, tokens, finish), strict=True):
+    rows = received.rows()
+    for got, expected in zip(rows[:3], (tickets, tokens, finish), strict=True):
         assert np.array_equal(got, expected)
+    assert (rows.logprob_rows, rows.logprobs) == (None, None)
+
+
+def records_of(*ranks: int) -> np.ndarray:
+    records = np.zeros(len(ranks), LOGPROB)
+    records["rank"], records["logprob"], records["top_ids"] = ranks, -0.5, -1
+    return records
+
+
+def test_records_come_back_as_they_were():
+    rows, records = np.array([0, 2]), records_of(3, 4)
+    sent = m.StepTokens(bytes(24), bytes(12), bytes(3), rows.tobytes(), records.tobytes())
+    received = m.decode_from_engine(m.encode(sent)).rows()
+    assert received.logprob_rows.tolist() == [0, 2]
+    assert np.array_equal(received.logprobs, records)
+    sent = m.PromptTokens(7, records.tobytes())
+    received = m.decode_from_engine(m.encode(sent))
+    assert received.ticket == 7
+    assert np.array_equal(received.records(), records)
+    assert m.decode_from_engine(m.encode(m.PromptTokens(7, b""))).records().size == 0
+
+
+def test_every_field_of_a_request_survives():
+    request = m.EngineRequest(
+        prompt_ids=bytes(8),
+        max_tokens=4,
+        temperature=0.0,
+        stop_ids=(1, 2),
+        edits=LogitEdits(bias=((1, 2.5),), bad_words=((1, 2), (3,)), allowed_ids=bytes(4)),
+        guide=Guide("regex", "a+"),
+        num_logprobs=3,
+        deadline_ns=2**62,
+    )
+    assert m.decode_to_engine(m.encode(m.Submit(1, request))).request == request
 
 
 def test_a_prompt_comes_back_as_ids():

@@ -3,6 +3,7 @@
 import pytest
 
 from mstar.runtime.options import ENGINE_OPTIONS, FRONT_OPTIONS, OPTIONS, EngineOptions, FrontOptions, parse_options
+from mstar.runtime.params import PARAMETERS
 from mstar.utils.errors import LoadError
 
 
@@ -17,6 +18,22 @@ def test_the_structs_have_the_tables_rows_and_defaults(struct, table):
 
 def test_every_option_has_a_sentence():
     assert all(field.doc.endswith(".") for field in OPTIONS)
+
+
+def test_defaults_of_parameters_are_unset_so_that_the_models_own_count():
+    options = FrontOptions()
+    names = [name for name in FrontOptions.__struct_fields__ if name.startswith("default_")]
+    assert len(names) == 6
+    assert {getattr(options, name) for name in names} == {None}
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty"])
+def test_a_default_takes_what_its_parameter_takes(name):
+    option, parameter = (
+        next(f for f in t if f.name == n) for t, n in ((OPTIONS, f"default_{name}"), (PARAMETERS, name))
+    )
+    bounds = ("kind", "low", "high", "above_low")
+    assert [getattr(option, bound) for bound in bounds] == [getattr(parameter, bound) for bound in bounds]
 
 
 def test_strings_become_values():
@@ -43,6 +60,9 @@ def test_unset_values_take_the_default(unset):
         ({"model": "m", "dtype": "fp32"}, "option dtype: one of auto, float32, bfloat16, float16, got 'fp32'"),
         ({"model": "m", "max_running_requests": "0"}, "option max_running_requests: an integer >= 1"),
         ({"model": "m", "default_top_p": "0"}, "option default_top_p: a finite number > 0 and <= 1"),
+        ({"model": "m", "default_min_p": "1.5"}, "option default_min_p: a finite number >= 0 and <= 1"),
+        ({"model": "m", "default_repetition_penalty": "0"}, "option default_repetition_penalty: a finite number > 0"),
+        ({"model": "m", "max_n": "0"}, "option max_n: an integer >= 1"),
     ],
 )
 def test_what_cannot_be_used_is_a_load_error_that_names_it(mapping, message):

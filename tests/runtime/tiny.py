@@ -70,17 +70,28 @@ class Recorder:
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, list[object]] = {}
+        self.logprobs: dict[int, list[np.void]] = {}
+        self.prompt_logprobs: dict[int, np.ndarray] = {}
         self.lost: list[str] = []
         self._changed = threading.Condition()
 
-    def on_tokens(self, tickets, tokens, finish) -> None:
+    def on_tokens(self, rows) -> None:
         with self._changed:
-            for ticket, token, code in zip(tickets.tolist(), tokens.tolist(), finish.tolist(), strict=True):
+            columns = rows.tickets.tolist(), rows.tokens.tolist(), rows.finish.tolist()
+            for ticket, token, code in zip(*columns, strict=True):
                 if token >= 0:
                     self.tokens.setdefault(ticket, []).append(token)
                 if code:
                     self.ends.setdefault(ticket, []).append(FinishReason(code))
+            if rows.logprob_rows is not None:
+                for row, record in zip(rows.logprob_rows.tolist(), rows.logprobs, strict=True):
+                    self.logprobs.setdefault(int(rows.tickets[row]), []).append(record)
             self._changed.notify_all()
+
+    def on_prompt_logprobs(self, ticket, records) -> None:
+        with self._changed:
+            assert ticket not in self.tokens, "told after the first token"
+            self.prompt_logprobs[ticket] = records
 
     def on_failed(self, ticket, code, message) -> None:
         with self._changed:

@@ -73,6 +73,7 @@ class Answer:
     counts: list[int] = field(default_factory=list)  # num_output_tokens of each response
     finish_reasons: list[str] = field(default_factory=list)  # of the responses that carry one
     num_input_tokens: int | None = None
+    outputs: list[dict[str, list[Any]]] = field(default_factory=list)  # of each response, strings as text
     error: str | None = None
     finals: list[bool] = field(default_factory=list)  # the final flag of each response, empty ones too
     empties: int = 0  # responses without any tensor
@@ -84,6 +85,19 @@ class Answer:
     @property
     def usage(self) -> int:
         return sum(self.counts)
+
+    def joined(self, output: str) -> list[Any]:
+        """An output's elements over all responses."""
+        return [item for outputs in self.outputs for item in outputs.get(output, [])]
+
+    @property
+    def sequence_texts(self) -> list[str]:
+        """The text of each of n sequences, streamed or not."""
+        texts: dict[int, str] = {}
+        for outputs in self.outputs:
+            for index, text in zip(outputs["sequence_index"], outputs["text_output"], strict=True):
+                texts[index] = texts.get(index, "") + text
+        return [texts[index] for index in sorted(texts)]
 
     @property
     def finish_reason(self) -> str | None:
@@ -164,16 +178,19 @@ def add_response(answer: Answer, result: Any) -> bool:
     if not response.outputs:
         answer.empties += 1
         return is_final
-    answer.texts.append(result.as_numpy("text_output")[0].decode())
-    answer.counts.append(int(result.as_numpy("num_output_tokens")[0]))
-    answer.num_input_tokens = int(result.as_numpy("num_input_tokens")[0])
-    ids = result.as_numpy("output_ids")
-    if ids is not None:
-        answer.token_ids += ids.tolist()
-    reason = result.as_numpy("finish_reason")
-    if reason is not None:
-        answer.finish_reasons.append(reason[0].decode())
+    outputs = {output.name: _listed(result.as_numpy(output.name)) for output in response.outputs}
+    answer.outputs.append(outputs)
+    answer.texts += outputs["text_output"]
+    answer.counts += outputs["num_output_tokens"]
+    answer.num_input_tokens = outputs["num_input_tokens"][0]
+    answer.token_ids += outputs.get("output_ids", [])
+    answer.finish_reasons += outputs.get("finish_reason", [])
     return is_final
+
+
+def _listed(array: np.ndarray) -> list[Any]:
+    """An output's elements, strings as text."""
+    return [item.decode() for item in array] if array.dtype == np.object_ else array.tolist()
 
 
 def ask(server: ServerProcess, model: str, *, timeout_s: float = 60, **values: Any) -> Answer:

@@ -81,12 +81,52 @@ def test_cancel_stops_a_long_answer(model_server: ServerProcess) -> None:
     assert output.endswith("[the next request is answered]\n")
 
 
+def test_structured_output_prints_what_the_schema_describes(model_server: ServerProcess) -> None:
+    arguments = ["--url", model_server.grpc_address, "--chat", "Invent a person.", "--seed", "1"]
+    text, parsed = run_example("structured_output.py", *arguments).stdout.rstrip("\n").rsplit("\n", 1)
+    assert {"name", "age", "likes"} == set(json.loads(text))
+    assert parsed == f"[parsed: {json.loads(text)}]"
+
+
+def test_structured_output_keeps_to_choices(model_server: ServerProcess) -> None:
+    arguments = ["--url", model_server.grpc_address, "--chat", "Is water wet?", "--choice", "yes", "no"]
+    assert run_example("structured_output.py", *arguments).stdout in ("yes\n", "no\n")
+
+
+def test_logprobs_show_every_token(model_server: ServerProcess) -> None:
+    arguments = ["--url", model_server.http_address, "--prompt", "The capital of France is", "--max-tokens", "3"]
+    lines = run_example("logprobs.py", *arguments, "--of-prompt").stdout.splitlines()
+    assert lines[0] == "prompt:"
+    assert lines.index("answer:") == 5
+    assert "' Paris'" in lines[6]
+    assert "rank 1" in lines[6]
+    assert re.fullmatch(r"\[3 tokens, -[\d.]+ in all\]", lines[-1])
+
+
+def test_sampling_streams_texts_side_by_side(model_server: ServerProcess) -> None:
+    arguments = ["--url", model_server.grpc_address, "--prompt", "Once upon a time", "--max-tokens", "6"]
+    arguments += ["--n", "3", "--seed", "7"]
+    lines = run_example("sampling.py", *arguments).stdout.splitlines()
+    assert len(set(lines)) == 3
+    assert all(line.endswith(("[length]", "[stop]")) for line in lines)
+    assert run_example("sampling.py", *arguments).stdout.splitlines() == lines
+
+
+def test_sampling_says_which_string_ended_the_text(model_server: ServerProcess) -> None:
+    arguments = ["--url", model_server.grpc_address, "--prompt", "One, two, three, four,", "--temperature", "0"]
+    (line,) = run_example("sampling.py", *arguments, "--stop", ",", "--keep-stop").stdout.splitlines()
+    assert line.endswith(",' [stop at ',']")
+
+
 @pytest.mark.parametrize(
     ("name", "address", "arguments"),
     [
         ("grpc_stream.py", "grpc", ["--prompt", "Hi", "--temperature", "-1"]),
         ("http_generate.py", "http", ["--prompt", "Hi", "--temperature", "-1"]),
         ("http_generate.py", "http", ["--prompt", "Hi", "--temperature", "-1", "--stream"]),
+        ("structured_output.py", "grpc", ["--chat", "Hi", "--temperature", "-1"]),
+        ("logprobs.py", "http", ["--prompt", "Hi", "--temperature", "-1"]),
+        ("sampling.py", "grpc", ["--prompt", "Hi", "--temperature", "-1"]),
     ],
 )
 def test_refused_request_shows_the_field(
@@ -116,3 +156,9 @@ def test_readme_curl_example_prints_events(model_server: ServerProcess) -> None:
     result = subprocess.run(["bash", "-c", example], capture_output=True, text=True, timeout=240, check=True)
     shown = readme_example("", "data: ").splitlines()[0]
     assert result.stdout.splitlines()[0] == shown
+
+
+def test_readme_structured_output_example_gives_json(model_server: ServerProcess) -> None:
+    example = readme_example("bash", "curl localhost").replace("localhost:8000", model_server.http_address)
+    result = subprocess.run(["bash", "-c", example], capture_output=True, text=True, timeout=240, check=True)
+    assert set(json.loads(json.loads(result.stdout)["text_output"])) == {"city", "country"}

@@ -12,56 +12,16 @@ from typing import Any
 
 import psutil
 import pytest
+from golden import CASES, MODEL, assert_golden, board, certain, greedy, wait_idle
 from repository_entries import write_model_entry
 from serving_client import Answer, GrpcStream, ServerProcess, add_response, ask, ask_many, events, open_post, post
 
 from mstar.model.front import open_front
-from mstar.runtime.board import Board
 from mstar.runtime.presence import engine_folders
 
 pytestmark = [pytest.mark.server, pytest.mark.model]
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden" / "smollm2_135m_greedy.json"
-CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
-MODEL = "smollm2"
 BRIEF = "brief"  # a second entry over the same engine, greedy and with 24 tokens by default
-
-
-def prompt_of(case: dict[str, Any]) -> dict[str, str]:
-    if case["kind"] == "chat":
-        return {"messages": json.dumps(case["messages"])}
-    return {"text_input": case["prompt"]}
-
-
-def greedy(case: dict[str, Any], max_tokens: int = 48, **options: Any) -> dict[str, Any]:
-    values = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, "return_token_ids": True}
-    return {**prompt_of(case), **values, "skip_special_tokens": False, **options}
-
-
-def certain(case: dict[str, Any], length: int = 48) -> int:
-    """How many of the first ``length`` tokens the reference is sure of."""
-    return min([length, *case["tie_steps"]])
-
-
-def assert_golden(case: dict[str, Any], token_ids: list[int], length: int = 48) -> None:
-    sure = certain(case, length)
-    assert len(token_ids) == length
-    assert token_ids[:sure] == case["output_ids"][:sure]
-
-
-def board(server: ServerProcess) -> Board:
-    (folder,) = engine_folders(server.pid)
-    return Board.open(folder.board_path)
-
-
-def wait_idle(server: ServerProcess, timeout_s: float = 10) -> float:
-    """Seconds until no row runs and none waits."""
-    counters = board(server)
-    started = time.monotonic()
-    while counters.running or counters.queued:
-        assert time.monotonic() - started < timeout_s, f"{counters.running} running, {counters.queued} queued"
-        time.sleep(0.002)
-    return time.monotonic() - started
 
 
 # Reference outputs
@@ -290,7 +250,7 @@ def test_two_instances_share_one_engine(small_server):
     assert len(folder.fronts()) == 2
 
 
-def test_a_cancel_in_the_queue_frees_the_place(small_server):
+def test_a_cancel_in_the_queue_frees_the_place_and_time_runs_there_too(small_server):
     running = [GrpcStream(small_server, MODEL) for _ in range(2)]
     for stream in running:
         stream.send(greedy(CASES[1], 2000, stream=True))
@@ -307,6 +267,10 @@ def test_a_cancel_in_the_queue_frees_the_place(small_server):
     while counters.queued:
         assert time.monotonic() - started < 1
         time.sleep(0.005)
+    late = ask(small_server, MODEL, **greedy(CASES[2], timeout_ms=100))
+    assert late.error is not None
+    assert late.error.startswith("timeout_ms: ")
+    assert not late.outputs
     for stream in running:
         stream.close(cancel=True)
     wait_idle(small_server)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 from serving_fakes import ManualEngine, RecordingReply, wait_until
 
 from mstar.runtime.messages import EngineRequest, FinishReason
 from mstar.serving.frontend import Frontend
 from mstar.serving.responses import Stream
-from mstar.serving.senders import Tokens, group_by_ticket
+from mstar.serving.sequences import Sequences, split_ticket
 from mstar.text.stream import TextStream
 from mstar.utils.errors import ErrorCode, Unavailable
 
@@ -20,8 +19,8 @@ REQUEST = EngineRequest(prompt_ids=b"\0\0\0\0", max_tokens=64, temperature=0.0)
 
 def open_stream(engine: ManualEngine, tokenizer, stop=(), streaming=True) -> tuple[int, RecordingReply]:
     reply = RecordingReply()
-    text = TextStream(tokenizer, stop, True)
-    engine.frontend.open(Stream(reply, text, 1, streaming=streaming, has_stop=bool(stop)), REQUEST)
+    stream = Stream(TextStream(tokenizer, stop, True), 1, streaming=streaming, has_stop=bool(stop))
+    engine.frontend.open(Sequences(reply, [stream], streaming=streaming), [REQUEST])
     return max(engine.submitted), reply
 
 
@@ -41,7 +40,7 @@ def test_tokens_that_come_during_a_send_join_the_next_response(engine, tokenizer
     reply.gate.clear()
     ids = tokenizer.encode("abcdef")
     engine.emit(ticket, ids[:1])
-    wait_until(lambda: not engine.frontend._pool._shards[ticket % 4]._inbox)
+    wait_until(lambda: not engine.frontend._pool._shards[split_ticket(ticket)[0] % 4]._inbox)
     engine.emit(ticket, ids[1:], FinishReason.LENGTH)
     reply.gate.set()
     assert reply.over.wait(5)
@@ -145,7 +144,7 @@ def test_a_send_that_fails_ends_only_its_own_stream(engine, tokenizer):
     broken_ticket, broken = open_stream(engine, tokenizer)
     ticket, reply = open_stream(engine, tokenizer)
 
-    def raises(chunk, *, final):
+    def raises(chunks, *, final):
         raise RuntimeError("no shared memory left")
 
     broken.send = raises
@@ -165,16 +164,3 @@ def test_close_leaves_no_thread():
     frontend.drain()
     frontend.close()
     assert threading.active_count() == before
-
-
-def test_rows_are_grouped_by_ticket_in_order():
-    def rows(tickets, tokens, finish):
-        return Tokens(np.array(tickets), np.array(tokens, np.int32), np.array(finish, np.uint8))
-
-    groups = list(group_by_ticket([rows([7, 3], [1, 2], [0, 0]), rows([3, 7, 5], [4, 3, 9], [0, 2, 0])]))
-    assert [(ticket, tokens.tolist(), finish) for ticket, tokens, finish in groups] == [
-        (3, [2, 4], 0),
-        (5, [9], 0),
-        (7, [1, 3], 2),
-    ]
-    assert list(group_by_ticket([])) == []

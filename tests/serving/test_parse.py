@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mstar.runtime.params import FIELDS, ResponseParams
 from mstar.serving import contract
 from mstar.serving.parse import ParsedRequest, RawRequest, parse
 from mstar.utils.errors import InvalidArgument
@@ -30,8 +31,7 @@ def test_text_alone_takes_every_default():
     assert asked.text == "Hello"
     assert asked.input_ids is None
     assert asked.messages is None
-    assert not asked.stream
-    assert not asked.return_token_ids
+    assert asked.response == ResponseParams()
     assert not asked.include_prompt
     assert asked.params.max_tokens is None
 
@@ -46,6 +46,14 @@ def test_tensor_goes_before_json_and_json_before_parameter():
 def test_precedence_holds_across_aliases():
     assert ask({"random_seed": 5}, {"seed": 6}).params.seed == 6
     assert ask(options={"stop": "a"}, stop_words=text("b")).params.stop == ("b",)
+
+
+def test_what_one_source_says_of_another_counts():
+    tensor = np.array([0.5], np.float32)
+    assert ask({"do_sample": True}, temperature=tensor).params.temperature == 0.5
+    assert ask(options={"do_sample": True}, parameters={"temperature": 0.5}).params.temperature == 0.5
+    with pytest.raises(InvalidArgument, match=r"^do_sample: "):
+        ask({"do_sample": True})
 
 
 def test_null_in_json_leaves_the_parameter_standing():
@@ -81,18 +89,61 @@ def test_all_forms_of_a_value_agree(source):
     assert asked.params.temperature == pytest.approx(0.7)
     assert asked.params.top_k == 40
     assert asked.params.ignore_eos
-    assert asked.stream
+    assert asked.response.stream
+
+
+EXAMPLES = {
+    "n": 2,
+    "penalize_prompt": False,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "exclude_input_in_output": False,
+    "top_p_min_keep": 3,
+    "top_p": 0.5,
+    "stop_token_ids": [1, 2],
+    "guided_decoding_guide_type": "regex",
+    "guided_decoding_guide": "[ab]+",
+}
+NEEDS = {
+    "guided_decoding_guide_type": {"guided_decoding_guide": "x"},
+    "guided_decoding_guide": {"guided_decoding_guide_type": "regex"},
+}
 
 
 @pytest.mark.parametrize("tensor", contract.OPTIONS, ids=lambda tensor: tensor.name)
 def test_every_option_may_come_as_tensor_in_json_or_as_parameter(tensor):
-    value = {"BOOL": tensor.name != "skip_special_tokens", "STRING": "end"}.get(tensor.dtype, 1)
-    if tensor.name == "exclude_input_in_output":
-        value = False
-    sent = text(value) if tensor.dtype == "STRING" else np.array([value], tensor.numpy_type)
-    asked = ask(**{tensor.name: sent})
-    assert asked != ask()
-    assert ask(options={tensor.name: value}) == ask({tensor.name: value}) == ask({tensor.name: str(value)}) == asked
+    value = EXAMPLES.get(tensor.name, {"BOOL": True, "STRING": "end"}.get(tensor.dtype, 1))
+    items = value if isinstance(value, list) else [value]
+    sent = text(*items) if tensor.dtype == "STRING" else np.array(items, tensor.numpy_type)
+    beside = NEEDS.get(tensor.name, {})
+    asked = ask(options=beside, **{tensor.name: sent})
+    assert asked != ask(), "the example is the default"
+    spelt = ",".join(map(str, items))
+    assert ask(options={**beside, tensor.name: value}) == asked
+    assert ask({**beside, tensor.name: spelt}) == ask(options={**beside, tensor.name: spelt}) == asked
+    assert isinstance(value, list) or ask({**beside, tensor.name: value}) == asked
+
+
+@pytest.mark.parametrize(("name", "value"), [("logit_bias", {"5": -1.5, "7": 100}), ("allowed_token_ids", [1, 2, 3])])
+def test_what_has_no_tensor_comes_in_json(name, value):
+    assert name in contract.JSON_ONLY
+    asked = ask(options={name: value})
+    assert getattr(asked.params, name)
+    assert ask({"sampling_parameters": json.dumps({name: value})}) == asked
+
+
+def test_every_parameter_has_a_tensor_or_comes_in_json_only():
+    tensors = {"stop" if tensor.name == "stop_words" else tensor.name for tensor in contract.OPTIONS}
+    assert tensors | set(contract.JSON_ONLY) == set(FIELDS)
+    assert not tensors & set(contract.JSON_ONLY)
+
+
+def test_a_guide_may_be_an_object_in_json():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    given = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": schema}
+    asked = ask(options=given)
+    assert json.loads(asked.params.guided_decoding_guide) == schema
+    assert ask(options={**given, "guided_decoding_guide": json.dumps(schema)}).params.guided_decoding_guide_type
 
 
 def test_prompts_may_come_by_json_or_parameter():
@@ -127,18 +178,35 @@ def test_sampling_parameters_that_are_no_json_object_are_refused(options):
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", '"nan"', '"1e999"', "1e999", "-1", '"hot"', "true"])
-@pytest.mark.parametrize("field", ["temperature", "top_p"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty"])
 def test_numbers_out_of_range_are_refused_by_field(field, value):
     with pytest.raises(InvalidArgument, match=f"^{field}: ") as caught:
         ask(options=f'{{"{field}": {value}}}')
     json.loads(json.dumps({"error": str(caught.value)}))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0])
-@pytest.mark.parametrize("field", ["temperature", "top_p"])
+FLOATS = [tensor.name for tensor in contract.OPTIONS if tensor.dtype == "FP32"]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -2.5])
+@pytest.mark.parametrize("field", FLOATS)
 def test_tensor_values_out_of_range_are_refused_by_field(field, value):
     with pytest.raises(InvalidArgument, match=f"^{field}: "):
         ask(**{field: np.array([value], np.float32)})
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", '"nan"', '"1e999"', "1e999", "-3"])
+@pytest.mark.parametrize("field", ["presence_penalty", "frequency_penalty"])
+def test_penalties_out_of_range_are_refused_by_field(field, value):
+    with pytest.raises(InvalidArgument, match=f"^{field}: "):
+        ask(options=f'{{"{field}": {value}}}')
+
+
+@pytest.mark.parametrize("value", [-2, 21, 49152, 10**6])
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_are_told_are_refused(field, value):
+    with pytest.raises(InvalidArgument, match=rf"^{field}: .*20"):
+        ask(**{field: np.array([value], np.int32)})
 
 
 @pytest.mark.parametrize("source", ["parameters", "options"])
@@ -151,14 +219,19 @@ def test_what_the_server_adds_to_parameters_is_no_unknown_name():
     ask({"id": "7", "triton_enable_empty_final_response": True, "x-request-id": "a", "traceparent": "00-1"})
 
 
-def test_a_misspelt_name_is_not_taken_for_a_header():
-    with pytest.raises(InvalidArgument, match=r"^max-tokens: "):
-        ask({"max-tokens": 3})
+@pytest.mark.parametrize(
+    "name", ["max-tokens", "text-input", "max-new-tokens", "guided-json", "num-beams", "lora-name"]
+)
+def test_a_misspelt_name_is_not_taken_for_a_header(name):
+    with pytest.raises(InvalidArgument, match=f"^{name}: "):
+        ask({name: 3})
 
 
 def test_a_key_given_twice_is_refused():
     with pytest.raises(InvalidArgument, match="each key once"):
         ask(options='{"top_k": 1, "top_k": 2}')
+    with pytest.raises(InvalidArgument, match="each key once, got '5'"):
+        ask(options='{"logit_bias": {"5": 1, "5": 2}}')
     with pytest.raises(InvalidArgument, match="given once"):
         ask(options={"seed": 1, "random_seed": 2})
 

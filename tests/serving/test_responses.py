@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving_fakes import RecordingReply
 
+from mstar.conductor.request import stop_code
 from mstar.runtime.messages import NO_TOKEN, FinishReason
-from mstar.serving.contract import OUTPUT_BY_NAME
-from mstar.serving.responses import Chunk, Stream
+from mstar.serving.chunks import Chunk
+from mstar.serving.responses import Stream
 from mstar.text.stream import TextStream
 
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
 END = 256
 
 
-def new_stream(tokenizer, *, stop=(), streaming=True, **options) -> Stream:
-    text = TextStream(tokenizer, stop, True)
-    return Stream(RecordingReply(), text, 3, streaming=streaming, has_stop=bool(stop), **options)
+def new_stream(tokenizer, *, stop=(), streaming=True, min_tokens=0, include_stop=False, **options) -> Stream:
+    text = TextStream(tokenizer, stop, True, min_tokens=min_tokens, include_stop=include_stop)
+    asked = {"streaming": streaming, "has_stop": bool(stop), "include_stop": include_stop}
+    return Stream(text, 3, **asked, **options)
 
 
 def feed(stream: Stream, pieces: list[list[int]], finish: FinishReason = LENGTH) -> list[Chunk]:
@@ -131,15 +132,67 @@ def test_stream_and_single_response_agree_whatever_the_grouping(tokenizer, text,
     assert streamed[-1].finish_reason == single.finish_reason
 
 
-def test_tensors_have_the_contracts_types():
-    tensors = Chunk("é", (1, 2), 3, 2, "stop").tensors()
-    assert set(tensors) == set(OUTPUT_BY_NAME)
-    for name, array in tensors.items():
-        assert array.dtype == OUTPUT_BY_NAME[name].numpy_type
-        assert array.ndim == 1
-    assert tensors["text_output"][0] == "é".encode()
+def test_what_is_said_once_stands_in_the_first_chunk_alone(tokenizer):
+    stream = new_stream(tokenizer)
+    stream.tell_prompt("[null]")
+    chunks = feed(stream, [[i] for i in ids_of(tokenizer, "abc")])
+    assert [chunk.prompt_logprobs for chunk in chunks] == ["[null]", None, None]
 
 
-def test_outputs_not_asked_for_are_absent():
-    assert set(Chunk("a", None, 3, 1).tensors()) == {"text_output", "num_input_tokens", "num_output_tokens"}
-    assert set(Chunk("a", (1,), 3, 1, "stop").tensors({"finish_reason"})) == {"finish_reason"}
+# Stop rules
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_the_stop_string_is_the_reason_and_may_be_kept(tokenizer, streaming):
+    ids = ids_of(tokenizer, "say DEFG more")
+    for include_stop, text in ((False, "say "), (True, "say DEFG")):
+        stream = new_stream(
+            tokenizer, stop=("DEFG",), streaming=streaming, include_stop=include_stop, return_token_ids=True
+        )
+        chunks = feed(stream, [[i] for i in ids])
+        assert "".join(c.text for c in chunks) == text
+        assert [i for c in chunks for i in c.token_ids] == ids[:8]
+        assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == ("stop", "DEFG")
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_stop_id_is_output_only_where_it_is_to_be_included(tokenizer, streaming):
+    hello, mark = ids_of(tokenizer, "hello"), ids_of(tokenizer, "!")[0]
+    for include_stop, text, ids in ((False, "hello", hello), (True, "hello!", [*hello, mark])):
+        stream = new_stream(tokenizer, streaming=streaming, include_stop=include_stop, return_token_ids=True)
+        chunks = feed(stream, [hello, [stop_code(mark)]], STOP)
+        assert "".join(c.text for c in chunks) == text
+        assert [i for c in chunks for i in c.token_ids] == ids
+        assert sum(c.num_output_tokens for c in chunks) == len(ids)
+        assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == ("stop", str(mark))
+
+
+def test_a_stop_id_that_completes_a_stop_string_is_stopped_by_the_string(tokenizer):
+    mark = ids_of(tokenizer, "!")[0]
+    stream = new_stream(tokenizer, stop=("o!",), include_stop=True)
+    chunks = feed(stream, [ids_of(tokenizer, "hello"), [stop_code(mark)]], STOP)
+    assert "".join(c.text for c in chunks) == "hello!"
+    assert chunks[-1].stop_reason == "o!"
+
+
+@pytest.mark.parametrize("finish", [STOP, LENGTH, FinishReason.TIMEOUT])
+def test_other_ends_have_no_stop_reason(tokenizer, finish):
+    tokens = [NO_TOKEN] if finish is STOP else ids_of(tokenizer, "b")
+    chunks = feed(new_stream(tokenizer), [ids_of(tokenizer, "a"), tokens], finish)
+    assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == (finish.text, None)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_deadline_keeps_what_there_is(tokenizer, streaming):
+    stream = new_stream(tokenizer, streaming=streaming)
+    chunks = feed(stream, [ids_of(tokenizer, "half an ans"), [NO_TOKEN]], FinishReason.TIMEOUT)
+    assert "".join(c.text for c in chunks) == "half an ans"
+    assert chunks[-1].finish_reason == "timeout"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_stop_strings_wait_for_min_tokens(tokenizer, streaming):
+    ids = ids_of(tokenizer, "ab ab ab")
+    chunks = feed(new_stream(tokenizer, stop=("ab",), streaming=streaming, min_tokens=4), [[i] for i in ids])
+    assert "".join(c.text for c in chunks) == "ab ab "
+    assert sum(c.num_output_tokens for c in chunks) == len(ids)

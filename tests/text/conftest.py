@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models
 
 from mstar.model.gguf_file import GGUFFile
 from mstar.model.locate import locate
@@ -84,6 +86,19 @@ def byte_level() -> Tokenizer:
 @pytest.fixture(scope="session")
 def sentencepiece() -> Tokenizer:
     return tokenizer_from_gguf(sentencepiece_metadata())
+
+
+WORDS = ["[UNK]", "he", "##llo", "##lo", ".", "!", "n't", "\u9f9c", "##\u9f9c", "\U0001fae0", "##a", "a", "b"]
+
+
+@pytest.fixture(scope="session")
+def wordpiece() -> Tokenizer:
+    """WORDS, then ``[CLS]`` (special) and ``<tool>`` (not)."""
+    backend = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens([AddedToken("[CLS]", special=True)])
+    backend.add_tokens([AddedToken("<tool>", special=False)])
+    return Tokenizer(backend)
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar.text.gguf_tokenizer import tokenizer_from_gguf
+from mstar.text.gguf_tokenizer import TokenType, tokenizer_from_gguf
 
-from .conftest import sentencepiece_metadata
+from .conftest import byte_level_metadata, sentencepiece_metadata
 
 
 def stream(tokenizer, pushes, **options):
@@ -90,6 +90,25 @@ def test_special_tokens_are_shown_only_on_request(byte_level):
     assert byte_level.decode(ids, skip_special_tokens=False) == "a<|end|>b<tool>c"
 
 
+def test_added_tokens_are_plain_text_in_a_byte_level_vocabulary():
+    metadata = byte_level_metadata(["ab"])
+    metadata["tokenizer.ggml.tokens"] += ["\u00e9", "\u0120 x"]
+    metadata["tokenizer.ggml.token_type"] += [TokenType.USER_DEFINED] * 2
+    metadata["tokenizer.ggml.tokens"][0xE9] = "[e9]"
+    tokenizer = tokenizer_from_gguf(metadata)
+    assert tokenizer.decode(tokenizer.encode("\u00e9\u0120 x")) == "\u00e9\u0120 x"
+
+
+def test_added_tokens_follow_the_decoder_of_a_sentencepiece_vocabulary():
+    metadata = sentencepiece_metadata()
+    metadata["tokenizer.ggml.tokens"] += ["\u2581\u2581\u2581", "\n\n"]
+    metadata["tokenizer.ggml.token_type"] += [TokenType.USER_DEFINED] * 2
+    metadata["tokenizer.ggml.scores"] += [-1000.0, -1001.0]
+    tokenizer = tokenizer_from_gguf(metadata)
+    ids = [tokenizer._backend.token_to_id(token) for token in ("\u2581a", "\u2581\u2581\u2581", "\u2581is", "\n\n")]
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids) == "a    is\n\n"
+
+
 @pytest.mark.parametrize("ids", [[-1], [10**9], [9999, 99999]])
 def test_ids_without_text_add_nothing(byte_level, ids):
     assert stream(byte_level, [[65], ids, [66]]) == ["A", "", "B", ""]
@@ -111,6 +130,12 @@ def test_only_one_leading_space_goes_and_only_at_the_very_start(sentencepiece):
     space = sentencepiece._backend.token_to_id("\u2581")
     assert sentencepiece.decode([space, space]) == " "
     assert sentencepiece.decode([1, space], skip_special_tokens=False) == "<s> "
+
+
+def test_the_space_after_orphan_bytes_stays(sentencepiece):
+    byte, space = (sentencepiece._backend.token_to_id(token) for token in ("<0xB6>", "\u2581"))
+    for pushes in ([[byte, space]], [[byte], [space]]):
+        assert "".join(stream(sentencepiece, pushes)) == " "
 
 
 def test_leading_space_stays_where_the_tokenizer_adds_none():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mstar.text.chat_template import ChatTemplate
 from mstar.text.tokenizer import Tokenizer
@@ -131,6 +132,20 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
         Tokenizer.from_file(tmp_path)
 
 
+LISTED = [
+    [1],
+    {"x": {"content": "<t>"}},
+    {"258": "<t>"},
+    {"258": {"special": True}},
+]
+
+
+@pytest.mark.parametrize("listed", LISTED)
+def test_a_malformed_list_of_tokens_is_refused_by_name(tmp_path, listed):
+    with pytest.raises(LoadError, match=r"tokenizer_config\.json: added_tokens_decoder"):
+        Tokenizer.from_file(save(tmp_path, {"added_tokens_decoder": listed}))
+
+
 @pytest.mark.parametrize("config", ["{", "[]", "\x00"])
 def test_a_broken_config_is_refused_by_name(tmp_path, config):
     save(tmp_path)
@@ -139,7 +154,59 @@ def test_a_broken_config_is_refused_by_name(tmp_path, config):
         Tokenizer.from_file(tmp_path)
 
 
-@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.CTC(), decoders.Strip(" ", 1, 0)])
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Sequence([decoders.Fuse(), decoders.Replace(tokenizers.Regex(" +"), " ")]),
+        decoders.Sequence([decoders.Fuse(), decoders.WordPiece()]),
+        decoders.Sequence([decoders.BPEDecoder(), decoders.Strip(" ", 1, 0)]),
+    ],
+)
 def test_a_decoder_that_cannot_stream_is_refused_by_name(tmp_path, decoder):
-    with pytest.raises(LoadError, match=r"tokenizer\.json: .*decoder"):
+    with pytest.raises(LoadError, match=r"tokenizer\.json: .*decode"):
         Tokenizer.from_file(save(tmp_path, decoder=decoder))
+
+
+@pytest.mark.parametrize("clean_up", [True, False, None])
+@pytest.mark.parametrize("kind", ["bpe", "wordpiece", "unigram", "unigram with bytes"])
+def test_decode_equals_transformers_with_its_clean_up_of_spaces(tmp_path, kind, clean_up):
+    words = ["Do", "n't", "'", "s", ".", ",", "##s", "!", "we", "re", "?", "n", "\u2581'", "\u2581."]
+    if kind == "bpe":
+        save(tmp_path)
+    else:
+        backend = tokenizers.Tokenizer(
+            models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="Do")
+            if kind == "wordpiece"
+            else models.Unigram([(word, -float(rank)) for rank, word in enumerate([*words, "we"])], 0)
+        )
+        bytes_too = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+        backend.decoder = {
+            "wordpiece": decoders.WordPiece(cleanup=False),
+            "unigram": decoders.Metaspace(),
+            "unigram with bytes": bytes_too,
+        }[kind]
+        backend.add_special_tokens([AddedToken("[S]", special=True)])
+        backend.save(str(tmp_path / "tokenizer.json"))
+    config = {} if clean_up is None else {"clean_up_tokenization_spaces": clean_up}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, reference = Tokenizer.from_file(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    vocab = range(tokenizer.vocab_size)
+    for seed in range(50):
+        ids = random.Random(seed).choices(vocab, k=12)
+        ids = [*b"a . b n't", *ids] if kind == "bpe" else ids
+        for skip in (True, False):
+            expected = reference.decode(ids, skip_special_tokens=skip)
+            detokenizer = tokenizer.detokenizer(skip)
+            assert "".join(detokenizer.push([id]) for id in ids) + detokenizer.flush() == expected
+            assert tokenizer.decode(ids, skip) == expected
+
+
+def test_all_pieces_are_the_bytes_of_every_id(byte_level):
+    assert byte_level.all_pieces() == [byte_level.token_bytes(id) for id in range(byte_level.vocab_size)]
+    assert byte_level.all_pieces()[:256] == [bytes([byte]) for byte in range(256)]
+    assert byte_level.special_ids == {256}
+
+
+def test_text_of_one_token(byte_level, sentencepiece):
+    assert [byte_level.token_text(id) for id in (97, 256, 257, 0xE9, 10**6)] == ["a", "<|end|>", "<tool>", "\ufffd", ""]
+    assert sentencepiece.token_text(sentencepiece._backend.token_to_id("\u2581is")) == " is"

@@ -11,12 +11,13 @@ from mstar.conductor.queue import Limits
 from mstar.engine.engine import Engine
 from mstar.engine.phase_clock import PhaseClock
 from mstar.engine.resources.attention.config import AttentionConfig, AttentionSpec
+from mstar.engine.resources.grammar.config import Vocabulary
 from mstar.engine.resources.kv.config import PagedKVConfig, PagedKVSpec
 from mstar.engine.resources.positions.config import PositionConfig, PositionSpec
-from mstar.engine.resources.sampler.config import SamplerSpec
 from mstar.model.engine_model import EngineModel
 from mstar.model.registry import NODE, text_walks
 from mstar.model.text_llm import DECODE, PREFILL, TextLLM
+from mstar.model.text_sampling import sampling_specs
 
 VOCABULARY = 64
 CONTEXT = 1024  # tokens
@@ -36,6 +37,12 @@ class StubDecoder:
         return self._logits[: attn.last_rows(input_ids[:, None]).shape[0]]
 
 
+def stub_vocabulary(size: int) -> Vocabulary:
+    """Token 0 ends a text; the others up to 255 are single bytes, and token ``i`` from there on the number ``i``."""
+    pieces = [b"", *(bytes([i]) for i in range(1, 256)), *(str(i).encode() for i in range(256, size))][:size]
+    return Vocabulary(pieces, special_ids=(0,), eos_ids=(0,))
+
+
 def stub_core(rows: int, run_ahead: bool, clock: PhaseClock) -> Conductor:
     """A conductor over an engine for ``rows`` requests; both report their phases to ``clock``."""
     nodes = {NODE}
@@ -53,7 +60,7 @@ def stub_core(rows: int, run_ahead: bool, clock: PhaseClock) -> Conductor:
         PagedKVSpec("kv_cache", nodes, kv),
         AttentionSpec("attn", nodes, AttentionConfig()),
         PositionSpec("rope", nodes, PositionConfig()),
-        SamplerSpec("sampler", nodes, vocab_size=VOCABULARY, enable_repetion_penalty=False),
+        *sampling_specs(nodes, VOCABULARY, (), lambda: stub_vocabulary(VOCABULARY)),
     ]
     submodule = TextLLM(StubDecoder(rows), max_rows=rows, max_tokens=BATCH_TOKENS)  # type: ignore[arg-type]
     model = EngineModel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Self
 
 from mstar.engine.resources.step import ADMITTED, AdmitOutcome, BucketKey, ResourceStep, StepContext
@@ -41,6 +42,14 @@ class EngineResourceInfo:
         return self.dependencies[key]
 
 
+class RowVerdict(IntEnum):
+    """What a resource says of a row after its token."""
+
+    GO_ON = 0
+    COMPLETE = 1  # the token is the row's last
+    BROKEN = 2  # the row must end with an error
+
+
 class Resource(ABC):
     """State of all requests in one respect, and the static buffers that captured steps read.
 
@@ -57,6 +66,14 @@ class Resource(ABC):
 
     def ingest_request(self, request_id: int, row: int, config: ResourceReqConfig | None) -> None:
         """Takes a request on master row ``row``.  Idempotent.  ValueError for a config it cannot honour."""
+
+    def prepare_request(self, config: ResourceReqConfig) -> None:
+        """Slow work on a request's config before it is ingested (a grammar to compile), on a thread of its own: it
+        may keep results, but touch no state of the steps.  Called where ``config.needs_preparation``.
+
+        Raises:
+            ValueError: the config cannot be honoured; the text names the request's field.
+        """
 
     def remove_request(self, request_id: int, row: int) -> None:
         """Forgets a request and frees what it held.  Unknown ids are no error."""
@@ -139,11 +156,22 @@ class Resource(ABC):
         """Leading tokens of the request's prompt that are cached; leases them.  Asked again, it answers the same."""
         return 0
 
-    def apply_cached_prefix(self, request_id: int, row: int, matched_len: int) -> None:
-        """The request's first step will begin behind ``matched_len`` (>= 0) cached tokens."""
+    def apply_cached_prefix(
+        self, request_id: int, row: int, matched_len: int, matched_ids: np.ndarray | None = None
+    ) -> None:
+        """The request's first step will begin behind ``matched_len`` (>= 0) cached tokens; ``matched_ids`` int64
+        [matched_len] are these, None for a prompt without ids."""
 
     def extend_prefix_chains(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Sampled tokens int64 [n] that the requests on master rows ``rows`` [n] kept."""
+
+    def accept_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
+        """Sampled tokens int64 [n] that the requests on master rows ``rows`` [n] kept, once they are on the host.
+
+        Returns:
+            What this resource says of each row, uint8 [n] of :class:`RowVerdict`; None: all go on.
+        """
+        return None
 
     def build_accelerator_graph_buffers(self, buckets: Sequence[BucketKey], max_bs: int, max_seq_len: int) -> None:
         """Static buffers for these buckets; only grows, and only before any capture."""

@@ -69,5 +69,15 @@ def _overridden(spec: NodeResourceSpec, settings: Mapping[str, Any] | None) -> N
 class ResourceReqConfig:
     """Per-request parameters of one resource."""
 
+    @property
+    def needs_full_variant(self) -> bool:
+        """Whether the request's steps need what a model captures in its ``full`` variant only."""
+        return False
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether :meth:`~mstar.engine.resources.base.Resource.prepare_request` has work to do."""
+        return False
+
     def apply_conductor_config(self, **kwargs: Any) -> None:
         """Takes what the conductor knows (such as ``seed``); unknown keywords are ignored."""

@@ -18,10 +18,12 @@ from mstar.kernels.cpu.race_ir import CANDIDATES
 from mstar.kernels.sampling import RowSettings
 
 
-def sample_rows(logits: torch.Tensor, settings: RowSettings, apply_filters: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_rows(
+    logits: torch.Tensor, settings: RowSettings, apply_filters: bool, *, is_constrained: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`sampling.sample_rows`, by the kernel where it can be made."""
-    kernel = draw_kernel()
-    return sampling.sample_rows(logits, settings, apply_filters, sampling.draw_rows if kernel is None else kernel)
+    draw: sampling.Draw = draw_kernel() or sampling.draw_rows
+    return sampling.sample_rows(logits, settings, apply_filters, draw, is_constrained=is_constrained)
 
 
 @functools.cache

@@ -2,136 +2,37 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstar.engine.resources.base import EngineResourceInfo
-from mstar.engine.resources.runner import build_resources
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
-from mstar.engine.resources.step import BucketKey, SlotLease, StepContext
 
-VOCAB, CAPACITY = 97, 8
-PLAIN = SamplerStep()
-SAMPLED = SamplingReqConfig(temperature=1.0, _seed=5)
-SCATTER = "MSTAR_SAMPLER_INGRAPH_SCATTER"
-PATHS = pytest.mark.parametrize(
-    ("in_graph", "slot"),
-    [
-        pytest.param(False, None, id="eager"),
-        pytest.param(False, 0, id="leased"),
-        pytest.param(True, None, id="in-graph-eager"),
-        pytest.param(True, 0, id="in-graph"),
-    ],
-)
-
-
-def logits_of(rid, draw):
-    """What the model says for a request's ``draw``-th token: fixed by the two."""
-    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(1000 * abs(rid) + draw)) * 3
-
-
-class Session:
-    """A sampler alone, fed with each request's own logits.  Requests are master rows 0 .. 7, padding rows 8 .. 15."""
-
-    def __init__(self, in_graph=False, slots="64"):
-        spec = SamplerSpec("sampler", {"LLM"}, VOCAB, enable_min_p=True, enable_top_p_first=True)
-        info = EngineResourceInfo(torch.device("cpu"), torch.float32, torch.float32, CAPACITY, CAPACITY, num_slots=2)
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv(SCATTER, str(int(in_graph)))
-            environment.setenv("MSTAR_SAMPLER_SLOTS", slots)
-            self.sampler = build_resources([spec], info)["sampler"]
-        self.sampler.build_accelerator_graph_buffers([], CAPACITY, CAPACITY)
-        self.row_of = {-2 - i: CAPACITY + i for i in range(CAPACITY)}
-        for rid, row in self.row_of.items():
-            self.sampler.ingest_request(rid, row, None)
-        self.tokens = {}
-
-    def join(self, rid, row, config=SAMPLED):
-        self.row_of[rid] = row
-        self.sampler.ingest_request(rid, row, config)
-        self.tokens.setdefault(rid, [])
-
-    def leave(self, rid):
-        self.sampler.remove_request(rid, self.row_of.pop(rid))
-        self.tokens.pop(rid)
-
-    def context(self, rids, padding=0, slot=None, walk="decode"):
-        padded = (*rids, *(-2 - i for i in range(padding)))
-        lease = None if slot is None else SlotLease(slot, BucketKey(walk, len(padded), len(padded)))
-        rows = np.array([self.row_of[rid] for rid in padded], np.int64)
-        spans = np.ones(len(padded), np.int64)
-        return StepContext(walk, tuple(rids), rows, spans, padded, slot or 0, slot_lease=lease)
-
-    def forward(self, ctx):
-        rows = [logits_of(rid, len(self.tokens.get(rid, ()))) for rid in ctx.padded_request_ids]
-        return self.sampler.sample(torch.stack(rows)).tolist()
-
-    def run(self, rids, forward, step=PLAIN, **context):
-        ctx = self.context(rids, **context)
-        self.sampler.plan(step, ctx)
-        result = forward(ctx)
-        self.sampler.commit(step, ctx)
-        return result
-
-    def step(self, rids, kept=None, **context):
-        drawn = self.run(rids, self.forward, SamplerStep(kept_rids=kept), **context)
-        for rid, token in zip(rids, drawn, strict=False):
-            if kept is None or rid in kept:
-                self.tokens[rid].append(token)
-        return drawn
-
-    def offset_of(self, row):
-        """Where the next draw of a request on ``row`` will be made, as the device and the host know it."""
-        offset = self.sampler._masters.offset[row].item()
-        assert self.sampler.offset_of(row) == offset
-        return offset
-
-    def draw(self, rid, times=1, step=PLAIN, **context):
-        """Draws of one step in which every token is as likely."""
-        flat = torch.zeros(1, VOCAB)
-        return self.run([rid], lambda ctx: [self.sampler.sample(flat).item() for _ in range(times)], step, **context)
-
-    def last_tokens(self, rids, **context):
-        read = lambda ctx: self.sampler.loopback_tokens().tolist()  # noqa: E731
-        return self.run(rids, read, walk="read", **context)
-
-    def state(self, row):
-        """Every byte that belongs to a master row."""
-        masters = self.sampler._masters
-        columns = [master[row] for master in self.sampler._settings._masters.values()]
-        columns += [masters.offset[row].numpy(), masters.last_token[row].numpy(), self.sampler._draws[row]]
-        return b"".join(column.tobytes() for column in columns)
-
-
-def alone(rid, config, count):
-    session = Session()
-    session.join(rid, 0, config)
-    for _ in range(count):
-        session.step([rid])
-    return session.tokens[rid]
+from .sampler_session import CAPACITY, PATHS, PLAIN, SAMPLED, SPEC, VOCAB, Session, alone, logits_of
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), in_graph=st.booleans())
-def test_tokens_do_not_depend_on_row_neighbours_padding_slot_or_path(data, in_graph):
+@given(data=st.data(), in_graph=st.booleans(), on_host=st.booleans())
+def test_tokens_do_not_depend_on_row_neighbours_padding_slot_or_path(data, in_graph, on_host):
     configs = {
         1: SamplingReqConfig(temperature=1.0, _seed=1),
         2: SamplingReqConfig(temperature=0.0, _seed=2),
         3: SamplingReqConfig(temperature=0.7, top_k=5, top_p=0.9, min_p=0.02, _seed=3),
         4: SamplingReqConfig(temperature=1.3, top_p=0.8, top_p_first=True, top_k=30, top_p_min_keep=2, _seed=4),
+        5: SamplingReqConfig(temperature=0.9, repetition_penalty=1.7, _seed=5),
+        6: SamplingReqConfig(temperature=0.0, repetition_penalty=1.4, repetition_window=3),
+        7: SamplingReqConfig(temperature=1.0, repetition_penalty=0.7, repetition_window=9, min_tokens=4, _seed=7),
     }
-    session = Session(in_graph)
+    session = Session(in_graph, on_host=on_host)
     rows = data.draw(st.permutations(range(CAPACITY)))
     for rid, config in configs.items():
         session.join(rid, rows[rid], config)
-    for _ in range(8):
+    for _ in range(6):
         rids = data.draw(st.lists(st.sampled_from(sorted(configs)), min_size=1, unique=True))
         kept = data.draw(st.none() | st.frozensets(st.sampled_from(rids)))
         slot = data.draw(st.sampled_from([None, 0, 1]))
-        session.step(rids, padding=data.draw(st.integers(0, 3)), slot=slot, kept=kept)
+        session.step(rids, padding=data.draw(st.integers(0, min(3, CAPACITY - len(rids)))), slot=slot, kept=kept)
     for rid, config in configs.items():
         assert session.tokens[rid] == alone(rid, config, len(session.tokens[rid]))
         assert session.offset_of(rows[rid]) == len(session.tokens[rid])
@@ -300,36 +201,46 @@ def test_numbers_past_the_masters_range_give_a_token(field, value):
     assert 0 <= token < VOCAB
 
 
+BARE = SamplerSpec("sampler", {"LLM"}, VOCAB, enable_repetion_penalty=False)
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("spec", "config"),
     [
-        {"repetition_penalty": 1.1},
-        {"repetition_window": 4},
-        {"repetition_penalty": 1.1, "repetition_window": 4},
-        {"min_tokens": 3},
-        {"temperature": float("nan")},
+        (BARE, {"repetition_penalty": 1.1}),
+        (BARE, {"repetition_window": 4}),
+        (BARE, {"min_tokens": 3}),
+        (BARE, {"min_p": 0.1}),
+        (BARE, {"top_p_first": True}),
+        (SPEC, {"repetition_window": 17}),
+        (SPEC, {"temperature": float("nan")}),
     ],
 )
-def test_what_the_sampler_cannot_do_is_refused_at_ingest_and_leaves_nothing(config):
-    session = Session()
+def test_what_the_spec_does_not_allow_is_refused_at_ingest_and_leaves_nothing(spec, config):
+    session = Session(spec=spec)
     before = session.state(0)
-    with pytest.raises(ValueError, match="|".join(config)):
+    with pytest.raises(ValueError, match=next(iter(config))):
         session.sampler.ingest_request(1, 0, SamplingReqConfig(**config))
     assert session.state(0) == before
+    assert not session.sampler._history.is_used
 
 
-def test_a_row_without_usable_logits_is_a_fault_of_that_row_alone():
-    session = Session()
-    session.join(1, 0)
-    session.join(2, 1)
-    logits = torch.stack((torch.full((VOCAB,), torch.nan), logits_of(2, 0)))
+@pytest.mark.parametrize(("apply_penalty", "nothing_left"), [(True, 2), (False, 1)])
+def test_a_row_without_usable_logits_is_a_fault_of_that_row_alone(apply_penalty, nothing_left):
+    session, bad = Session(), (torch.nan, torch.inf, -torch.inf)
+    rows = [logits_of(2, 0)] + [torch.zeros(VOCAB).index_fill(0, torch.tensor([7]), value) for value in bad[:2]]
+    rows.append(torch.full((VOCAB,), bad[2]))
+    for rid in (2, 3, 4, 5):
+        session.join(rid, rid)
 
     def forward(ctx):
-        return session.sampler.sample(logits).tolist(), session.sampler.faults().tolist()
+        tokens, faults = session.sampler.sample(torch.stack(rows)), session.sampler.faults()
+        assert faults.dtype == torch.int8
+        return tokens.tolist(), faults.tolist()
 
-    tokens, faults = session.run([1, 2], forward)
-    assert faults == [True, False]
-    assert tokens == [0, *alone(2, SAMPLED, 1)]
+    tokens, faults = session.run([2, 3, 4, 5], forward, SamplerStep(apply_penalty=apply_penalty))
+    assert faults == [0, 1, 1, nothing_left]
+    assert tokens == [*alone(2, SAMPLED, 1), 0, 0, 0]
 
 
 def test_filters_can_be_left_out_of_a_step():

@@ -145,6 +145,29 @@ def test_values_outside_the_contract_are_refused_by_field_and_value(field, value
     assert ascii(value)[:50] in str(caught.value)
 
 
+RANGES = {
+    "temperature": "must be a finite number >= 0",
+    "top_p": "must be a finite number in (0, 1]",
+    "min_p": "must be a finite number in [0, 1]",
+    "repetition_penalty": "must be > 0 and finite",
+    "top_k": "must be an integer >= 0",
+    "ignore_eos": "must be true or false",
+    "penalize_prompt": "must be true or false",
+    "top_p_first": "must be true or false",
+    "repetition_window": "must be an integer >= 0",
+    "min_tokens": "must be an integer >= 0",
+    "top_p_min_keep": "must be an integer >= 1",
+}
+
+
+@pytest.mark.parametrize("field", RANGES)
+def test_a_refusal_names_field_range_and_value(field):
+    assert RANGES.keys() == {f.name for f in dataclasses.fields(SamplingReqConfig)} - {"_seed"}
+    with pytest.raises(ValueError, match="must be") as caught:
+        SamplingReqConfig(**{field: "x"}).validate()
+    assert str(caught.value) == f"{field} {RANGES[field]}, got 'x'"
+
+
 @pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in ALLOWED.items() for v in (*values, None)])
 def test_values_inside_the_contract_and_none_pass(field, value):
     SamplingReqConfig(**{field: value}).validate()
@@ -195,6 +218,42 @@ def test_what_the_spec_cannot_honour_is_refused(spec, config, text):
 def test_a_windowed_penalty_needs_no_presence_penalty():
     spec = SamplerSpec("s", {"n"}, 10, enable_repetion_penalty=False, max_repetition_window=8)
     SamplingReqConfig(repetition_penalty=1.2, repetition_window=8).validate(spec)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "min_tokens", "is_needed"),
+    [(1, 0, False), (1.0, None, False), (None, 0, False), (1.1, 0, True), (0.9, None, True), (1, 1, True)],
+)
+def test_only_a_penalty_and_a_least_length_need_the_full_variant(penalty, min_tokens, is_needed):
+    config = SamplingReqConfig(repetition_penalty=penalty, repetition_window=4, min_tokens=min_tokens, min_p=0.1)
+    assert config.needs_full_variant == is_needed
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("vocab_size", 0, "vocab_size must be an integer >= 1, got 0"),
+        ("max_repetition_window", -1, "max_repetition_window must be an integer >= 0 and <= 1048576, got -1"),
+        ("max_repetition_window", 2**20 + 1, "<= 1048576, got 1048577"),
+        ("max_repetition_window", True, "got True"),
+        ("max_repetition_window", "8", "got '8'"),
+        ("min_tokens_stop_ids", (1, 100), "min_tokens_stop_ids must be an integer >= 0 and <= 99, got 100"),
+        ("min_tokens_stop_ids", (-1,), "got -1"),
+    ],
+)
+def test_a_spec_outside_the_contract_is_refused(field, value, text):
+    with pytest.raises(ValueError, match="must be an integer") as caught:
+        dataclasses.replace(PLAIN, **{field: value})
+    assert text in str(caught.value)
+
+
+def test_operators_may_set_the_longest_window_alone():
+    patched = FULL.apply_yaml_overrides(max_repetition_window=64)
+    assert patched == dataclasses.replace(FULL, max_repetition_window=64)
+    with pytest.raises(ValueError, match=r"max_repetition_window must be .* got -4"):
+        FULL.apply_yaml_overrides(max_repetition_window=-4)
+    with pytest.raises(TypeError, match="max_repetition_window only, got enable_min_p, vocab_size"):
+        FULL.apply_yaml_overrides(vocab_size=5, enable_min_p=False, max_repetition_window=1)
 
 
 @pytest.mark.parametrize(("scatter", "bound"), [("0", None), ("1", 12)])

@@ -20,10 +20,15 @@ CAPACITY, BS, VOCAB = 8, 4, 1000
 PADDING = tuple(-2 - i for i in range(BS))
 
 
-def drawn_on_device(logits, settings, apply_filters):
+def drawn_on_device(logits, settings, apply_filters, *, is_constrained):
     """A draw that a graph can hold: a token that tells seed and offset."""
     tokens = (settings.seed * 100 + settings.offset) % VOCAB
-    return tokens, torch.zeros_like(tokens, dtype=torch.bool)
+    return tokens, torch.zeros_like(tokens, dtype=torch.int8)
+
+
+def likeliest_on_device(logits, settings, apply_filters, *, is_constrained):
+    """Greedy, in a form that a graph can hold."""
+    return logits.argmax(-1), torch.zeros(logits.shape[0], dtype=torch.int8, device=logits.device)
 
 
 class Replays:
@@ -31,7 +36,7 @@ class Replays:
 
     def __init__(self) -> None:
         device = torch.device("cuda")
-        spec = SamplerSpec("sampler", {"LLM"}, VOCAB)
+        spec = SamplerSpec("sampler", {"LLM"}, VOCAB, max_repetition_window=4, min_tokens_stop_ids=(2, 9))
         info = EngineResourceInfo(device, torch.float32, torch.float32, CAPACITY, BS, num_slots=2)
         self.sampler = build_resources([spec], info)["sampler"]
         self.sampler.build_accelerator_graph_buffers([], BS, BS)
@@ -60,18 +65,18 @@ class Replays:
             tokens = self.sampler.sample(self.logits)
         return graph, tokens
 
-    def join(self, rid, row):
+    def join(self, rid, row, **config):
         self.row_of[rid] = row
-        self.sampler.ingest_request(rid, row, SamplingReqConfig(temperature=1.0, _seed=rid))
+        self.sampler.ingest_request(rid, row, SamplingReqConfig(temperature=1.0, _seed=rid, **config))
 
     def leave(self, rid):
         self.sampler.remove_request(rid, self.row_of.pop(rid))
 
-    def step(self, rids, kept=None):
+    def step(self, rids, kept=None, prompts=None):
         """Last tokens before, and tokens drawn: lists as long as ``rids``."""
         self.slot = 1 - self.slot
         graph, tokens = self.graphs[self.slot]
-        step, ctx = SamplerStep(kept_rids=kept), self.context(rids, self.slot)
+        step, ctx = SamplerStep(kept_rids=kept, prefill_tracked_tokens=prompts or {}), self.context(rids, self.slot)
         self.sampler.plan(step, ctx)
         last = self.sampler.loopback_tokens().clone()
         graph.replay()
@@ -132,3 +137,25 @@ def test_the_masters_and_every_slots_rows_stay_where_the_graphs_read_them(replay
         replays.join(rid, rid - 10)
         replays.step([rid, 3])
     assert addresses() == first
+
+
+def test_replays_look_back_at_what_kept_rows_drew_and_reused_rows_start_clean(replays, monkeypatch):
+    monkeypatch.setattr(manager, "sample_rows", likeliest_on_device)
+    replays.graphs = [replays.capture(slot) for slot in (0, 1)]
+    for value, token in ((10, 5), (9, 8), (8, 11), (7, 2)):
+        replays.logits[:, token] = value
+    replays.join(3, 5, repetition_penalty=2.0)
+    replays.join(4, 0, repetition_penalty=1.1, repetition_window=3)
+    replays.join(6, 1, min_tokens=2)
+    drawn = [replays.step([3, 4, 6])[1] for _ in range(7)]
+    assert [row[0] for row in drawn] == [5, 8, 11, 2, 5, 5, 5]
+    assert [row[1] for row in drawn] == [5, 5, 8, 5, 5, 5, 8]
+    assert [row[2] for row in drawn] == [5] * 7
+    replays.step([3, 4, 6], kept=frozenset())
+    replays.leave(3)
+    replays.join(7, 5, repetition_penalty=2.0)
+    replays.logits[:, 2] = 20
+    assert replays.step([7, 6], prompts={7: torch.tensor([5, 2])})[1] == [2, 2]
+    replays.leave(6)
+    replays.join(8, 1, min_tokens=2)
+    assert [replays.step([8])[1] for _ in range(3)] == [[5], [5], [2]]

@@ -186,7 +186,9 @@ class PagedKVManager(KVQuestions, Resource):
     def resolve_cached_prefix(self, request_id: int) -> int:
         return self._sharing.resolve(request_id) if self._sharing is not None else 0
 
-    def apply_cached_prefix(self, request_id: int, row: int, matched_len: int) -> None:
+    def apply_cached_prefix(
+        self, request_id: int, row: int, matched_len: int, matched_ids: np.ndarray | None = None
+    ) -> None:
         if self._sharing is not None:
             self._sharing.apply(request_id, row, matched_len)
 

@@ -84,7 +84,9 @@ class PositionManager(Resource):
     def remove_request(self, request_id: int, row: int) -> None:
         self._row_of.pop(request_id, None)
 
-    def apply_cached_prefix(self, request_id: int, row: int, matched_len: int) -> None:
+    def apply_cached_prefix(
+        self, request_id: int, row: int, matched_len: int, matched_ids: np.ndarray | None = None
+    ) -> None:
         if self._is_sequential:
             self.next_position[row] = matched_len  # stream of "main"; ingest has set the others to 0
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from mstar.engine.resources.base import Resource
 
+MOST_WINDOW = 2**20  # tokens
 _SMALLEST, _LARGEST = math.nextafter(0.0, 1.0), sys.float_info.max  # what is above 0, and finite
 
 
@@ -36,7 +37,12 @@ def derive_seed(seed: int, stream: str) -> int:
 class SamplerSpec(NodeResourceSpec):
     """A sampler and its capabilities: what captured steps have buffers for, not what a request wants.
 
-    ``vocab_size`` is the width of the logits.
+    ``vocab_size`` is the width of the logits; None where it is known from the first draw only, and then no captured
+    step may have a repetition penalty.  ``max_repetition_window``: tokens of the longest ``repetition_window``.
+    ``min_tokens_stop_ids`` cannot be drawn before a request's ``min_tokens``.
+
+    Raises:
+        ValueError: a number or an id outside its range.
     """
 
     vocab_size: int | None
@@ -45,6 +51,14 @@ class SamplerSpec(NodeResourceSpec):
     max_repetition_window: int = 0
     min_tokens_stop_ids: tuple[int, ...] = ()
     enable_top_p_first: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "min_tokens_stop_ids", tuple(self.min_tokens_stop_ids))
+        _check_int("vocab_size", self.vocab_size, 1)
+        _check_int("max_repetition_window", self.max_repetition_window, 0, MOST_WINDOW)
+        for token_id in self.min_tokens_stop_ids:
+            _check_int("min_tokens_stop_ids", token_id, 0, None if self.vocab_size is None else self.vocab_size - 1)
 
     @property
     def resource_class(self) -> type[Resource]:
@@ -55,6 +69,13 @@ class SamplerSpec(NodeResourceSpec):
     def max_requests(self) -> int | None:
         """``MSTAR_SAMPLER_SLOTS`` where captured steps address the masters themselves, which cannot grow then."""
         return knobs.sampler_slots() if knobs.sampler_ingraph_scatter() else None
+
+    def apply_yaml_overrides(self, **overrides: Any) -> SamplerSpec:
+        """The spec with another ``max_repetition_window``; what else a sampler can do is the model's to say."""
+        others = sorted(overrides.keys() - {"max_repetition_window"})
+        if others:
+            raise TypeError(f"a sampler takes max_repetition_window only, got {', '.join(others)}")
+        return replace(self, **overrides)
 
 
 @dataclass
@@ -86,6 +107,10 @@ class SamplingReqConfig(ResourceReqConfig):
     def apply_conductor_config(self, seed: int = 0, resource_key: str | None = None, **kwargs: Any) -> None:
         """Takes the request's seed; with ``resource_key`` each sampler of a request gets a stream of its own."""
         self._seed = seed if resource_key is None else derive_seed(seed, resource_key)
+
+    @property
+    def needs_full_variant(self) -> bool:
+        return self.repetition_penalty not in (None, 1) or (self.min_tokens or 0) > 0
 
     def without_none(self) -> SamplingReqConfig:
         """The config with every None made the default it stands for; itself where there is none."""
@@ -139,9 +164,10 @@ class SamplingReqConfig(ResourceReqConfig):
 class SamplerStep(ResourceStep):
     """One draw per row.
 
-    ``apply_filters`` False ignores top-k and top-p.  ``prefill_tracked_tokens``: request id -> 1-D prompt ids for
-    the presence penalty.  ``kept_rids`` None keeps every row's draw; a row that is not in the set still draws, but
-    neither its draw count nor its last token moves.
+    ``apply_penalty`` False leaves the repetition penalties out; what is drawn still counts for later steps.
+    ``apply_filters`` False ignores top-k and top-p.  ``prefill_tracked_tokens``: request id -> 1-D prompt ids of
+    the step, for the presence penalty.  ``kept_rids`` None keeps every row's draw; a row that is not in the set
+    still draws, but neither its draw count, nor its last token, nor its history moves.
     """
 
     apply_penalty: bool = True
@@ -170,11 +196,14 @@ def _check_real(name: str, value: Any, allowed: str, low: float, high: float) ->
         raise _refusal(name, allowed, value)
 
 
-def _check_int(name: str, value: Any, low: int) -> None:
+def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Refuses what is no integer, or lies outside ``low .. high``."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise _refusal(name, f"must be an integer >= {low}", value)
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        bound = "" if high is None else f" and <= {high}"
+        raise _refusal(name, f"must be an integer >= {low}{bound}", value)
 
 
 def _refusal(name: str, allowed: str, value: Any) -> ValueError:

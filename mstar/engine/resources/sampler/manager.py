@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,6 +13,8 @@ import torch
 from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
+from mstar.engine.resources.sampler.history import History
+from mstar.engine.resources.sampler.history_rows import HistoryRows, HostOverwritten, Overwritten
 from mstar.engine.resources.sampler.masters import DrawMasters
 from mstar.engine.resources.sampler.settings import StaticSettings
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
@@ -30,7 +31,8 @@ class _PlannedStep:
 
     ``offset`` and ``tokens`` hold the state each row had, and after :meth:`SamplerManager.sample` the state it moves
     to.  ``offset`` is None where the forward itself reads and writes the masters; ``tokens`` then holds what
-    :meth:`SamplerManager.loopback_tokens` read.  ``draws``: calls of sample, where the forward ran as Python.
+    :meth:`SamplerManager.loopback_tokens` read.  ``history``: None where no row looks back.  ``draws``: calls of
+    sample, where the forward ran as Python; ``overwritten`` is what they wrote over in histories, in order.
     """
 
     settings: dict[str, torch.Tensor]
@@ -38,10 +40,13 @@ class _PlannedStep:
     index: torch.Tensor
     offset: torch.Tensor | None
     tokens: torch.Tensor | None
+    history: HistoryRows | None
+    apply_penalty: bool
     apply_filters: bool
     lease: SlotLease | None
     is_capture: bool
     draws: int = 0
+    overwritten: list[Overwritten | HostOverwritten] = field(default_factory=list)
     faults: torch.Tensor | None = None
 
 
@@ -50,7 +55,9 @@ class SamplerManager(Resource):
 
     By master row: settings on the host, which may be staged a step ahead; draw state on the device, gathered once
     the step before has committed.  With ``MSTAR_SAMPLER_INGRAPH_SCATTER`` a leased step gathers and scatters draw
-    state inside its forward and commit issues nothing; other steps gather in plan and scatter at commit.
+    state inside its forward and commit issues nothing; other steps gather in plan and scatter at commit.  Histories
+    move as each draw is made, for the rows that the step keeps, and :meth:`abandon` takes that back: the next draw
+    of the same step sees them, as if it were a step of its own.
 
     ``counters``: ``ingraph_scatter_steps``, ``host_scatter_steps``, ``loopback_steps`` (steps that read the last
     tokens), ``static_gathers`` and ``static_gather_hits``.
@@ -60,10 +67,7 @@ class SamplerManager(Resource):
     supports_preplan = True
 
     def __init__(self, spec: SamplerSpec, info: EngineResourceInfo) -> None:
-        # What this sampler carries out; a request that asks for more is refused, never served without it.
-        self._built = dataclasses.replace(
-            spec, enable_repetion_penalty=False, max_repetition_window=0, min_tokens_stop_ids=()
-        )
+        self._spec = spec
         draw_kernel()  # compiled at load, not in the first step
         self._scatters_in_graph = knobs.sampler_ingraph_scatter()
         self.has_slot_masters = knobs.device_loopback_enabled()
@@ -72,6 +76,7 @@ class SamplerManager(Resource):
         self.counters: Counter[str] = Counter()
         self._masters = DrawMasters(num_rows, info.device, info.num_slots)
         self._settings = StaticSettings(info.total_rows, info.device, info.num_slots, self.counters)
+        self._history = History(spec, num_rows, info.capacity, info.device, info.num_slots)
         self._offsets, self._tokens = (StepBuffer(torch.int64, info.device, info.num_slots) for _ in range(2))
         self._host_tokens = self._masters.last_token.numpy() if info.device.type == "cpu" else None
         self._draws = np.zeros(num_rows + 1, np.int64)  # what the master of offsets holds behind the last commit
@@ -88,10 +93,11 @@ class SamplerManager(Resource):
     def ingest_request(self, request_id: int, row: int, config: ResourceReqConfig | None) -> None:
         """Takes a :class:`SamplingReqConfig` (None, whole or in a field: the defaults) for master row ``row``.
 
-        A request that is already there takes new settings and keeps its draw count.  Padding rows hold nothing.
+        A request that is already there takes new settings and keeps its draw count, and its history as far as the
+        new settings go on with it.  Padding rows hold nothing.
 
         Raises:
-            ValueError: a setting is outside its range, or more than this sampler carries out.
+            ValueError: a setting is outside its range, or more than the spec's capabilities allow.
             RuntimeError: the row lies beyond the ``MSTAR_SAMPLER_SLOTS`` rows there are.
         """
         if row >= self._capacity:
@@ -101,9 +107,11 @@ class SamplerManager(Resource):
         if config is None:
             config = SamplingReqConfig()
         assert isinstance(config, SamplingReqConfig)
-        config.validate(self._built)
-        self._settings.write(row, config.without_none())
-        if self._row_of.get(request_id) != row:
+        config.validate(self._spec)
+        config, is_new = config.without_none(), self._row_of.get(request_id) != row
+        self._settings.write(row, config)
+        self._history.write(row, config)
+        if is_new:
             self._row_of[request_id] = row
             self._new_rows.append(row)
             self._draws[row] = 0
@@ -111,6 +119,14 @@ class SamplerManager(Resource):
     def remove_request(self, request_id: int, row: int) -> None:
         if self._row_of.pop(request_id, None) is not None:
             self._settings.clear(row)
+            self._history.clear(row)
+
+    def apply_cached_prefix(
+        self, request_id: int, row: int, matched_len: int, matched_ids: np.ndarray | None = None
+    ) -> None:
+        """The presence penalty counts prompt ids that no step will bring."""
+        if matched_ids is not None and request_id in self._row_of:
+            self._history.meet_prompt(row, matched_ids)
 
     def offset_of(self, row: int) -> int:
         """Draws that the request on master row ``row`` has kept, those of launched steps included."""
@@ -124,6 +140,8 @@ class SamplerManager(Resource):
         if self._new_rows:
             self._masters.restart(self._new_rows)
             self._new_rows.clear()
+        if step.prefill_tracked_tokens and self._history.is_used:
+            self._meet_prompts(step.prefill_tracked_tokens)
         lease = ctx.slot_lease
         settings = self._settings.gather(ctx.rows, lease)
         addressed, index = self._masters.target(ctx.rows, ctx.request_ids, step.kept_rids, lease)
@@ -132,8 +150,18 @@ class SamplerManager(Resource):
             offset = self._gathered(self._masters.offset, self._offsets, index, lease)
             if self.has_slot_masters:
                 tokens = self._gathered(self._masters.last_token, self._tokens, index, lease)
+        history = self._history.rows_of(addressed, lease, ctx.capture)
         self._planned = _PlannedStep(
-            settings, addressed, index, offset, tokens, step.apply_filters, lease, is_capture=ctx.capture
+            settings,
+            addressed,
+            index,
+            offset,
+            tokens,
+            history,
+            step.apply_penalty,
+            step.apply_filters,
+            lease,
+            is_capture=ctx.capture,
         )
 
     def promote_preplan(self, step: ResourceStep, ctx: StepContext) -> None:
@@ -160,7 +188,11 @@ class SamplerManager(Resource):
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Draws one token per row of the padded batch from ``logits`` [bs, V]; int64 [bs].
 
-        Every further call in a step draws at the next offset.
+        ``logits`` are the caller's to give away: they may be changed.  Every further call in a step draws at the
+        next offset, from histories that hold the draws before it.
+
+        Raises:
+            ValueError: a row looks back, and the logits aren't the spec's ``vocab_size`` wide.
         """
         planned = self._planned
         assert planned is not None, "sample before plan"
@@ -170,10 +202,18 @@ class SamplerManager(Resource):
         planned.draws += 1
         if planned.lease is not None:
             self._draws_per_replay[planned.lease.bucket] = planned.draws
+        history = planned.history
         with strict_mode.opaque("sample"):
+            if history is not None:
+                logits = history.constrain(logits, offset, planned.apply_penalty)
             drawn, planned.faults = sample_rows(
-                logits, RowSettings(**planned.settings, offset=offset), planned.apply_filters
+                logits,
+                RowSettings(**planned.settings, offset=offset),
+                planned.apply_filters,
+                is_constrained=planned.apply_penalty,
             )
+            if history is not None:
+                planned.overwritten += history.record(drawn, offset)
         # A replay on a device runs none of this Python: state moves through tensors alone.
         offset.add_(1)
         if planned.offset is None:
@@ -183,8 +223,13 @@ class SamplerManager(Resource):
         return drawn
 
     def faults(self) -> torch.Tensor:
-        """After :meth:`sample`: rows without usable logits (a NaN, a +inf or nothing finite), bool [bs].  Such rows
-        were given token 0 and must end with an error."""
+        """After :meth:`sample`: what is wrong with each row, int8 [bs].  Such rows were given token 0 and must end
+        with an error.
+
+        0: nothing.  1: its logits are not finite.  2: no token is left that the request's constraints allow, that
+        is, every logit is -inf in a step with ``apply_penalty``, whose logits may have been edited; in another step
+        they are the model's own, and that is a 1.
+        """
         faults = None if self._planned is None else self._planned.faults
         assert faults is not None, "faults before sample"
         return faults
@@ -203,9 +248,13 @@ class SamplerManager(Resource):
         self._masters.scatter(planned.index, planned.offset, planned.tokens)
 
     def abandon(self, step: ResourceStep, ctx: StepContext) -> None:
-        """Puts the masters back where the last commit left them, in case the forward had moved them itself."""
+        """Puts masters and histories back where the last commit left them, where the forward had moved them."""
         planned, self._planned = self._planned, None
-        if planned is not None and planned.offset is None:
+        if planned is None:
+            return
+        for change in reversed(planned.overwritten):
+            change.put_back()
+        if planned.offset is None:
             before = torch.from_numpy(self._draws[planned.addressed]).to(self._masters.offset.device)
             self._masters.scatter(planned.index, before, planned.tokens)
 
@@ -214,6 +263,13 @@ class SamplerManager(Resource):
         self._masters.reserve(max_bs)
         self._offsets.reserve(max_bs)
         self._tokens.reserve(max_bs)
+        self._history.reserve(max_bs)
+
+    def _meet_prompts(self, prompts: Mapping[Any, torch.Tensor]) -> None:
+        for request_id, ids in prompts.items():
+            row = self._row_of.get(request_id)
+            if row is not None:
+                self._history.meet_prompt(row, ids.numpy(force=True))
 
     def _is_in_graph(self, ctx: StepContext) -> bool:
         return self._scatters_in_graph and ctx.slot_lease is not None

@@ -1,0 +1,78 @@
+"""Requests without a row: those that are being prepared, and the queue of those that could join."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from mstar.conductor.deadlines import deadline_of
+from mstar.conductor.departures import Departures
+from mstar.conductor.parameters import RefusedParameter
+from mstar.conductor.preparing import Prepare, Preparing
+from mstar.conductor.queue import Limits, Waiting, WaitQueue
+from mstar.utils.errors import ErrorCode
+
+log = logging.getLogger(__name__)
+
+
+class Lobby:
+    """A request that needs preparation joins the queue once that is done."""
+
+    def __init__(self, prepare: Prepare, limits: Limits, departures: Departures) -> None:
+        self.queue = WaitQueue()
+        self._preparing = Preparing(prepare)
+        self._limits = limits
+        self._departures = departures
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self._preparing)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """All of them; they may leave meanwhile."""
+        return iter([*self.queue, *self._preparing])
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of all."""
+        return self.queue.num_tokens + self._preparing.num_tokens
+
+    def add(self, waiting: Waiting) -> None:
+        if any(config.needs_preparation for config in waiting.info.resource_configs.values()):
+            self._preparing.add(waiting)
+        else:
+            self.queue.push(waiting)
+
+    def remove(self, request_id: int) -> Waiting | None:
+        """Takes a request away; None when it is not here."""
+        return self.queue.remove(request_id) or self._preparing.remove(request_id)
+
+    def refusal(self, free_rows: int) -> str | None:
+        """Which bound those who wait exceed, in words; those for whom a row is free wait for no one."""
+        num_waiting = len(self.queue) + max(len(self._preparing) - free_rows, 0)
+        return self._limits.refusal(num_waiting, self.num_tokens)
+
+    def take_prepared(self) -> None:
+        """Queues those that are ready; ends those that never will be."""
+        if not len(self._preparing):
+            return
+        for waiting, error in self._preparing.take():
+            if error is None:
+                self.queue.push(waiting)
+            elif isinstance(error, ValueError):  # a resource's word on the request's parameters
+                self._departures.fail_unrun(waiting, ErrorCode.INVALID_ARG, str(RefusedParameter(error)))
+            else:
+                log.error("request %d could not be prepared", waiting.request_id, exc_info=error)
+                message = f"the engine failed: {type(error).__name__}: {error}"
+                self._departures.fail_unrun(waiting, ErrorCode.INTERNAL, message)
+
+    def expire(self, now_ns: int) -> list[int]:
+        """Ends those whose deadline has come; the deadlines of the others."""
+        remaining = []
+        for waiting in self:
+            deadline = deadline_of(waiting.request.deadline_ns)
+            if deadline <= now_ns:
+                self.remove(waiting.request_id)
+                self._departures.expire(waiting)
+            else:
+                remaining.append(deadline)
+        return remaining

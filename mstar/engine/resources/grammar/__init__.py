@@ -1,0 +1,1 @@
+"""Grammars: what a guide allows, compiled once, and a matcher by master row that bars all other tokens."""

@@ -1,0 +1,96 @@
+"""The sequences that answer one request, and the tickets they run under."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mstar.serving.chunks import Chunk, Reply
+from mstar.serving.responses import Stream
+
+SEQUENCE_BITS = 16
+MAX_SEQUENCES = 1 << SEQUENCE_BITS
+
+TellPrompt = Callable[[np.ndarray], str]
+
+
+def ticket_of(number: int, index: int) -> int:
+    """The ticket of a request's sequence; ``number`` is the front end's own for the request, never used twice."""
+    return number << SEQUENCE_BITS | index
+
+
+def split_ticket(ticket: int) -> tuple[int, int]:
+    """The request that a ticket belongs to, and the sequence's index in it."""
+    return ticket >> SEQUENCE_BITS, ticket & (MAX_SEQUENCES - 1)
+
+
+def numbers_of(tickets: np.ndarray) -> np.ndarray:
+    """The requests that tickets int64 [n] belong to."""
+    return tickets >> SEQUENCE_BITS
+
+
+class Sequences:
+    """One reply's sequences.  After it was opened, only the thread of its sender shard changes it.
+
+    Each streams for itself, with its index in every response; not streaming, one response has what all of them
+    brought.  The reply is over when the last one ended.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_num_running",
+        "_streaming",
+        "_tell_prompt",
+        "is_abandoned",
+        "reply",
+        "request_id",
+        "streams",
+    )
+
+    def __init__(
+        self,
+        reply: Reply,
+        streams: Sequence[Stream],
+        *,
+        streaming: bool,
+        tell_prompt: TellPrompt | None = None,
+        request_id: str = "",
+    ) -> None:
+        """``tell_prompt`` makes the JSON of a prompt's log-probabilities from their records."""
+        self.reply = reply
+        self.streams = streams
+        self.request_id = request_id
+        self.is_abandoned = False  # the engine was told to drop what still runs; written by any thread
+        self._streaming = streaming
+        self._tell_prompt = tell_prompt
+        self._ended: list[Chunk | None] = [None] * len(streams)  # last chunks
+        self._num_running = len(streams)
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_running == 0
+
+    def running(self, number: int) -> list[int]:
+        """Tickets of those that have not ended; may be asked from any thread."""
+        return [ticket_of(number, index) for index, last in enumerate(self._ended) if last is None]
+
+    def has_ended(self, index: int) -> bool:
+        return self._ended[index] is not None
+
+    def tell_prompt(self, records: np.ndarray) -> None:
+        """What is told of the prompt, which the sequences have in common: the first one's first response has it."""
+        if self._tell_prompt is not None:
+            self.streams[0].tell_prompt(self._tell_prompt(records))
+
+    def take(self, index: int, tokens: np.ndarray, finish: int, records: np.ndarray | None) -> Sequence[Chunk]:
+        """Add a sequence's rows, as :meth:`Stream.take`; returns the chunks of one response, none if there is none."""
+        chunk = self.streams[index].take(tokens, finish, records)
+        if chunk is None:
+            return ()
+        if chunk.finish_reason is not None:
+            self._ended[index] = chunk
+            self._num_running -= 1
+        if self._streaming:
+            return (chunk,)
+        return [last for last in self._ended if last is not None] if self.is_over else ()

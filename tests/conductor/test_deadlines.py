@@ -1,0 +1,174 @@
+"""Requests that run out of time, wherever they stand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mstar.conductor.deadlines import NEVER, Deadlines
+from mstar.conductor.request import FinishReason
+from mstar.engine.resources.step import AdmitOutcome, AllocationFailed
+from mstar.utils.errors import ErrorCode, Unavailable
+
+from .toy import EOS, Bench
+
+TIMEOUT, LENGTH, STOP = FinishReason.TIMEOUT, FinishReason.LENGTH, FinishReason.STOP
+both_modes = pytest.mark.parametrize("run_ahead", [False, True])
+
+
+class Ticking(Bench):
+    """A bench whose clock moves while a step is collected."""
+
+    def __init__(self, **fields) -> None:
+        super().__init__(**fields)
+        collect = self.engine.collect
+
+        def slow(handle):
+            self.now_ns += 10
+            return collect(handle)
+
+        self.engine.collect = slow
+
+
+@both_modes
+def test_a_row_that_runs_ends_with_the_token_that_came_last(run_ahead):
+    bench = Ticking(run_ahead=run_ahead)
+    late, free = bench.submit([5, 6, 7], 9, deadline_ns=1025), bench.submit([8], 6)
+    bench.run()
+    assert (bench.outcomes[late].tokens, bench.outcomes[late].finishes) == ([5, 6, 7], [TIMEOUT])
+    assert (bench.outcomes[free].tokens, bench.outcomes[free].finishes) == ([8] * 6, [LENGTH])
+    counters = bench.conductor.counters
+    assert (counters.finished[TIMEOUT], counters.expired, counters.failed) == (1, 0, 0)
+    bench.assert_idle()
+
+
+@both_modes
+@pytest.mark.parametrize(("prompt", "expected"), [([5, EOS, 6], STOP), ([5, 6], LENGTH)])
+def test_an_end_in_the_very_step_is_told_as_that_end(run_ahead, prompt, expected):
+    bench = Ticking(run_ahead=run_ahead)
+    rid = bench.submit(prompt, 2, deadline_ns=1015)
+    bench.run()
+    assert bench.outcomes[rid].finishes == [expected]
+
+
+@both_modes
+def test_between_steps_a_row_ends_without_another(run_ahead):
+    bench = Bench(run_ahead=run_ahead)
+    rid = bench.submit([5, 6], 9, deadline_ns=2000)
+    bench.step()
+    bench.step()
+    steps = len(bench.echo.steps)
+    bench.now_ns = 2000
+    bench.step()
+    assert bench.outcomes[rid].finishes == [TIMEOUT]
+    assert bench.outcomes[rid].tokens == [5, 6]
+    bench.run()
+    assert len(bench.echo.steps) == steps + run_ahead  # it runs along once more
+    bench.assert_idle()
+
+
+def test_in_the_queue_it_fails_and_never_runs():
+    bench = Bench(rows=1)
+    running, late = bench.submit([5], 9), bench.submit([6], 9, deadline_ns=2000)
+    bench.step()
+    bench.now_ns = 1999
+    bench.step()
+    assert bench.conductor.num_queued == 1
+    bench.now_ns = 2000
+    bench.step()
+    (failure,) = bench.outcomes[late].failures
+    assert failure.code is ErrorCode.UNAVAILABLE
+    assert failure.message.startswith("timeout_ms: ")
+    bench.run()
+    assert bench.outcomes[running].finishes == [LENGTH]
+    assert (bench.conductor.counters.expired, bench.conductor.counters.failed) == (1, 1)
+    bench.assert_idle()
+
+
+def test_a_time_that_is_over_is_refused_at_once():
+    bench = Bench()
+    with pytest.raises(Unavailable, match="timeout_ms"):
+        bench.submit([5], 9, deadline_ns=1000)
+    assert bench.conductor.counters.refused["deadline"] == 1
+    assert not bench.conductor.has_work()
+
+
+@both_modes
+def test_a_row_that_is_held_back_ends_too(run_ahead):
+    bench = Bench(run_ahead=run_ahead)
+    old, new = bench.submit([5], 9), bench.submit([6], 9, deadline_ns=2000)
+    bench.step()
+    bench.mood.moods = iter([AdmitOutcome(ok=False, reason=AllocationFailed("no room"))])
+    bench.step()
+    bench.step()
+    assert bench.echo.steps[-1][1] == (old,)
+    bench.now_ns = 2000
+    bench.step()
+    assert bench.outcomes[new].finishes == [TIMEOUT]
+    bench.run()
+    assert bench.outcomes[old].tokens == [5] * 9
+    bench.assert_idle()
+
+
+def test_a_row_that_waits_for_its_turn_ends_too():
+    bench = Bench(rows=4, largest_batch=1)
+    ids = [bench.submit([5], 9, deadline_ns=2000 if n else 0) for n in range(4)]
+    bench.step()
+    bench.now_ns = 2000
+    bench.step()
+    assert [bench.outcomes[rid].finishes for rid in ids] == [[], [TIMEOUT], [TIMEOUT], [TIMEOUT]]
+
+
+def test_a_row_given_away_in_flight_keeps_its_new_owners_time():
+    bench = Bench(rows=1, run_ahead=True)
+    first = bench.submit([5], 9)
+    bench.step()
+    bench.conductor.cancel(first)
+    second = bench.submit([6], 9, deadline_ns=2000)
+    bench.now_ns = 2000
+    bench.run()
+    assert bench.outcomes[second].finishes == [TIMEOUT]
+    bench.assert_idle()
+
+
+def test_the_clock_is_not_asked_while_nobody_has_a_deadline():
+    def asked():
+        raise AssertionError("nobody has a deadline")
+
+    deadlines = Deadlines(asked)
+    assert not deadlines.are_due()
+
+
+def test_the_bound_is_the_earliest_of_those_that_are_left():
+    now = 0
+    deadlines = Deadlines(lambda: now)
+    for each in (30, 10, 20):
+        deadlines.add(each)
+    now = 9
+    assert not deadlines.are_due()
+    now = 10
+    assert deadlines.are_due()
+    deadlines.reset(30, 20)
+    assert not deadlines.are_due()
+    now = 20
+    assert deadlines.are_due()
+    deadlines.reset(NEVER)
+    now = NEVER
+    assert not deadlines.are_due()
+
+
+def test_deadlines_of_requests_that_ended_cost_one_look_at_most():
+    bench = Bench()
+    bench.submit([5], 1, deadline_ns=2000)
+    rid = bench.submit([5], 20, deadline_ns=9000)
+    bench.step()
+    looks = []
+    expire = bench.conductor._expire
+    bench.conductor._expire = lambda: (looks.append(1), expire())
+    bench.now_ns = 3000
+    for _ in range(5):
+        bench.step()
+    assert len(looks) == 1
+    bench.run()
+    assert bench.outcomes[rid].finishes == [LENGTH]
+    assert np.all(bench.conductor._table.deadline_ns == NEVER)
