@@ -66,10 +66,13 @@ class LLM:
                 under ``sampling_parameters``.  One of these, or a list of them.
             params: for all, or one per prompt; a request's own parameters win.
 
-        The first failure ends the call; what else it runs is cancelled.
+        All requests are checked before any runs, their guides included.  Only an engine in a child process compiles
+        guides when their requests come to run, while others may run already.  The first failure ends the call; what
+        else it runs is cancelled.
 
         Raises:
-            InvalidArgument: a prompt or parameter is outside its contract; nothing was run.
+            InvalidArgument: a prompt or parameter is outside its contract: nothing was run, except where a child
+                engine refuses a guide; or a request's constraints left it no token, as it ran.
             Unsupported: a prompt or parameter asks for what the model or this engine lacks; nothing was run.
             Unavailable: a request's time was over before it could run.
             EngineFault: the engine failed.
@@ -79,6 +82,8 @@ class LLM:
         if len(per_prompt) != len(each):
             raise InvalidArgument("params", f"one for all or {len(each)}, one per prompt", len(per_prompt))
         prepared = [self._prepare(prompt, own) for prompt, own in zip(each, per_prompt, strict=True)]
+        for first, *_ in prepared:
+            self.driver.check(first.request)
         sequences = [sequence for texts in prepared for sequence in texts]
         waiting, pending = deque(sequences), list(sequences)
         try:
@@ -105,8 +110,13 @@ class LLM:
         return self._pieces(self._prepare(prompt, params))
 
     def check(self, prompt: Prompt, params: Params | None = None) -> None:
-        """Raises what :meth:`generate` would raise for a prompt that cannot be run; runs nothing."""
-        self._prepare(prompt, params)
+        """Raises what :meth:`generate` would raise for a prompt that cannot be run; runs nothing.
+
+        A guide is compiled, and kept for later requests.  An engine in a child process is not asked: what the guide's
+        grammar is refused for shows when it is run.
+        """
+        first, *_ = self._prepare(prompt, params)
+        self.driver.check(first.request)
 
     def close(self) -> None:
         """Ends a child engine; an engine in this process is freed with this object."""

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
+from mstar.conductor import faults
 from mstar.conductor.request import EngineRequest, FinishReason, Guide, LogitEdits, stop_code
 from mstar.engine.accelerator_graph_backend import EagerBackend
 from mstar.runtime.core import EngineCore
@@ -171,7 +172,7 @@ def test_the_features_do_what_they_are_about(alone: dict[int, Outcome]) -> None:
     texts = {name: "".join(LETTERS[i] for i in outcome.tokens if i >= 0) for name, outcome in by_name.items()}
     for name, outcome in by_name.items():
         assert len(outcome.ends) + len(outcome.errors) == 1, name
-    assert by_name["nothing left"].errors == ["no token is left that the request's constraints allow"]
+    assert by_name["nothing left"].errors == [str(faults.error_of(faults.NOTHING_LEFT, 2))]
     assert by_name["nothing left"].tokens == [5]
     assert set(by_name["few allowed"].tokens) <= {2, 3, 5, 7}
     assert by_name["nothing but ends left"].tokens == [1, stop_code(7)]

@@ -109,6 +109,32 @@ def test_top_k_from_the_vocabulary_up_is_off(llm):
         llm.generate({"prompt": "One", "top_k": 2**63})
 
 
+def test_a_guide_that_does_not_compile_is_refused_before_anything_runs(llm):
+    bad, counters = {"prompt": "One", "guided_regex": "(a"}, llm.driver.core.conductor.counters
+    before = (counters.prompt_tokens, counters.failed)
+    for attempt in (lambda: llm.check(bad), lambda: llm.generate(["One", bad], GREEDY)):
+        with pytest.raises(InvalidArgument) as caught:
+            attempt()
+        assert caught.value.field == "guided_decoding_guide"
+    assert (counters.prompt_tokens, counters.failed) == before
+    llm.check({"prompt": "One", "guided_regex": "a+"})
+    llm.check(bad, {"max_tokens": 0})  # runs no step
+
+
+def test_constraints_that_leave_no_token_are_named_together(llm):
+    (a,), (b,) = map(llm.front.tokenizer.encode, "ab")
+    with pytest.raises(InvalidArgument, match=r"none at token 2$") as caught:
+        llm.generate("One", {"guided_regex": "ab", "allowed_token_ids": [a, b], "stop_token_ids": [b]})
+    assert caught.value.field.split(", ")[-2:] == ["stop_token_ids", "guided_decoding_guide"]
+
+
+@pytest.mark.parametrize("stop", [{}, {"stop_token_ids": [5]}])
+def test_the_fewest_tokens_give_way_where_only_an_end_is_left(llm, stop):
+    ends = stop.get("stop_token_ids") or sorted(llm.front.eos_ids)
+    (done,) = llm.generate("One", {"allowed_token_ids": ends, "min_tokens": 3, **stop})
+    assert (done.output_ids, done.finish_reason) == ([], "stop")
+
+
 def test_a_closed_stream_frees_its_row_and_others_go_on(llm):
     beside = llm.stream("One two three", GREEDY)
     first = next(beside)

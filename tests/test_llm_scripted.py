@@ -13,6 +13,7 @@ from tokenizers import decoders, models
 
 import mstar.llm
 from mstar import LLM
+from mstar.conductor import faults
 from mstar.conductor.report import Failure, PromptLogprobs, StepReport
 from mstar.conductor.request import LOGPROB, NO_TOKEN, FinishReason, stop_code
 from mstar.model.front import ModelFront
@@ -38,8 +39,12 @@ class Scripted:
 
     def __init__(self, options=None) -> None:
         self.info = SimpleNamespace(max_seq_len=64)
-        self.requests, self.script, self.said = [], deque(), []
+        self.requests, self.script, self.said, self.refused = [], deque(), [], None
         self.room = 10**6
+
+    def check(self, request):
+        if self.refused is not None and request.guide is not None and request.guide.text == self.refused:
+            raise InvalidArgument("guided_decoding_guide", "a grammar", self.refused)
 
     def submit(self, request):
         if len(self.requests) == self.room:
@@ -147,10 +152,10 @@ def test_one_failure_cancels_what_else_the_call_runs(llm):
     llm.driver.say((2, 1, LENGTH), failures=[Failure(0, 0, 0, ErrorCode.INTERNAL, "broken")])
     with pytest.raises(EngineFault, match="broken"):
         llm.generate([[0], [0], [0]])
-    llm.driver.say(failures=[Failure(3, 0, 3, ErrorCode.INVALID_ARG, "no token is left")])
-    with pytest.raises(InvalidArgument, match="no token is left") as caught:
+    llm.driver.say(failures=[Failure(3, 0, 3, ErrorCode.INVALID_ARG, str(faults.error_of(faults.NOTHING_LEFT, 2)))])
+    with pytest.raises(InvalidArgument, match=r"got none at token 2$") as caught:
         next(llm.stream({"input_ids": [0], "n": 2, "temperature": 1}))
-    assert caught.value.field == ""
+    assert caught.value.field == faults.CONSTRAINTS
     assert llm.driver.said == [("cancel", 1), ("cancel", 4)]
 
 
@@ -258,6 +263,15 @@ def test_what_cannot_be_run_is_refused_by_its_name_before_anything_runs(llm, req
         with pytest.raises(InvalidArgument) as caught:
             attempt()
         assert caught.value.field == field
+    assert llm.driver.requests == []
+
+
+def test_what_only_the_engine_can_refuse_is_asked_before_anything_runs(llm):
+    llm.driver.refused = "(a"
+    bad = {"input_ids": [0], "guided_regex": "(a"}
+    for attempt in (lambda: llm.generate([[0], bad]), lambda: llm.check(bad)):
+        with pytest.raises(InvalidArgument, match=r"^guided_decoding_guide: "):
+            attempt()
     assert llm.driver.requests == []
 
 

@@ -138,6 +138,20 @@ class Conductor:
             raise Unavailable(reason)
         return request_id
 
+    def check(self, request: EngineRequest) -> None:
+        """Does what can be done of a request without running it: all checks, and the slow work on a grammar.
+
+        Raises:
+            InvalidArgument: as :meth:`submit`, or the request could not be prepared.
+        """
+        limit = self._admission.limit_of(request)
+        info = self._configs.describe(-1, request, limit)
+        if limit:
+            try:
+                self._engine.prepare_request(info.resource_configs)
+            except ValueError as error:  # a resource's word on the request's parameters
+                raise RefusedParameter(error) from None
+
     def cancel(self, request_id: int) -> None:
         """Ends a request wherever it stands; reported with finish ``CANCELLED``.  No effect once it has ended."""
         waiting = self._lobby.remove(request_id)

@@ -17,7 +17,8 @@ class Counters:
     their request ended, and nobody saw them.
 
     Parts of ``failed``: ``row_faults``, whose logits were not finite or whose grammar did not take its own token;
-    ``constraint_faults``, whose constraints left no token; ``expired``, whose deadline passed before they ran.
+    ``constraint_faults``, whose constraints left no token or exceeded a limit; ``expired``, whose deadline passed
+    before they ran.
     """
 
     prompt_tokens: int = 0

@@ -81,7 +81,7 @@ class Landing:
             self._counters.constraint_faults += num_constrained
             self._counters.row_faults += broken.size - num_constrained
             for row, code in zip(rows[broken].tolist(), codes.tolist(), strict=True):
-                self._departures.fail(row, faults.error_of(code))
+                self._departures.fail(row, faults.error_of(code, int(self._table.generated.values[row]) + 1))
             counts[broken] = False
         return counts
 
@@ -112,9 +112,13 @@ class Landing:
 
     def _without_broken(self, landed: _Landed, ends: Ends, is_broken: np.ndarray) -> tuple[_Landed, Ends]:
         """Fails the rows whose grammar did not take their token; the others are left."""
-        self._counters.row_faults += int(is_broken.sum())
         for row in landed.rows[is_broken].tolist():
-            self._departures.fail(row, faults.broken_grammar())
+            reason = self._engine.reason_of(row)
+            if reason:
+                self._counters.constraint_faults += 1
+            else:
+                self._counters.row_faults += 1
+            self._departures.fail(row, faults.broken_grammar(reason))
         good = ~is_broken
         return landed.only(good), Ends(ends.shown[good], ends.finish[good], ends.is_output[good], None)
 

@@ -41,8 +41,9 @@ class RowFlags:
         self.count = 0
 
     def write(self, row: int, value: bool) -> None:
-        self.count += int(value) - int(self.values[row])
-        self.values[row] = value
+        if value or self.count:  # mostly nobody's is true
+            self.count += int(value) - int(self.values[row])
+            self.values[row] = value
 
 
 class RowMarks:

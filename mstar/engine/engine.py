@@ -215,6 +215,11 @@ class Engine:
                 verdicts = found if verdicts is None else np.maximum(verdicts, found)
         return verdicts
 
+    def reason_of(self, row: int) -> str:
+        """Why a row is BROKEN, see :meth:`~mstar.engine.resources.base.Resource.reason_of`; empty where no resource
+        blames the request."""
+        return next(filter(None, (resource.reason_of(row) for resource in self._accepting)), "")
+
     def prepare_request(self, configs: Mapping[str, ResourceReqConfig]) -> None:
         """Does the slow work on a request's configs; called on any thread, before :meth:`ingest`.
 

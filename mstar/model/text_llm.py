@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from mstar.utils import knobs
 
 NODE = "LLM"
 PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
+_needs_full_variant = attrgetter("needs_full_variant")
 
 
 class TextLLM(ARNodeSubmodule):
@@ -71,7 +73,7 @@ class TextLLM(ARNodeSubmodule):
         return self._shapes[0]
 
     def cg_key_info(self, graph_walk: str, infos: Sequence[RequestInfo]) -> str | None:
-        return FULL if any(info.needs_full_variant for info in infos) else None
+        return FULL if any(map(_needs_full_variant, infos)) else None
 
     def eager_reason(self, graph_walk: str, infos: Sequence[RequestInfo]) -> str | None:
         # The head over every token of a prompt, for the few that ask: no capture has room for that.

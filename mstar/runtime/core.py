@@ -107,6 +107,10 @@ class EngineCore:
         """See :meth:`Conductor.submit`."""
         return self.conductor.submit(request, client, ticket)
 
+    def check(self, request: EngineRequest) -> None:
+        """See :meth:`Conductor.check`."""
+        self.conductor.check(request)
+
     def cancel(self, request_id: int) -> None:
         """See :meth:`Conductor.cancel`."""
         self.conductor.cancel(request_id)

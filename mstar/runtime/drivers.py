@@ -28,6 +28,9 @@ class Driver(Protocol):
     @property
     def info(self) -> Welcome: ...
 
+    def check(self, request: EngineRequest) -> None:
+        """Raises InvalidArgument for what the engine would refuse, as far as this side can know; runs nothing."""
+
     def submit(self, request: EngineRequest) -> int:
         """Accepts a request; returns the ticket that reports name it by.  Raises as the conductor does."""
 
@@ -58,6 +61,7 @@ class InProcess:
 
         self.core = EngineCore(options)
         self.info = self.core.info
+        self.check = self.core.check
         self.submit = self.core.submit
         self.cancel = self.core.cancel
         self.finish = self.core.finish
@@ -81,6 +85,9 @@ class InChild:
         self.client = EngineClient(os.getpid(), name, options, load_timeout_s=front_options.load_timeout_s)
         self.client.start(self)
         self.info = self.client.info
+
+    def check(self, request: EngineRequest) -> None:
+        """The engine's own word comes when a request is run."""
 
     def submit(self, request: EngineRequest) -> int:
         ticket = next(self._tickets)

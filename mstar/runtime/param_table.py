@@ -29,8 +29,8 @@ SAMPLING_PARAMETERS: tuple[Field, ...] = (
         high=INT64_MAX,
         unit="tokens",
         aliases=("min_length", "min_new_tokens"),
-        doc="Before so many tokens no end token, stop id or stop string ends the text; at most max_tokens. Unset: the "
-        "model's own, else 0.",
+        doc="Before so many tokens no stop string ends the text, nor an end token or stop id unless nothing else may "
+        "be drawn; at most max_tokens. Unset: the model's own, else 0.",
     ),
     Field(
         name="temperature",
@@ -162,7 +162,8 @@ SAMPLING_PARAMETERS: tuple[Field, ...] = (
         default=(),
         low=0,
         high=INT32_MAX,
-        doc="Token ids of the vocabulary that end the text, also with ignore_eos; not returned.",
+        doc="Token ids of the vocabulary that end the text, also with ignore_eos; not returned. Under a guide they are "
+        "drawn only where it lets the text end.",
     ),
     Field(
         name="include_stop_str_in_output",
@@ -178,7 +179,8 @@ SAMPLING_PARAMETERS: tuple[Field, ...] = (
         high=1024,
         max_items=256,
         doc="Words never generated, neither as given nor after a space: the token sequences that the tokenizer makes "
-        "of the word without its leading spaces, and of it behind one space, are never completed.",
+        "of the word without its leading spaces, and of it behind one space, are never completed. Other tokens can "
+        "still spell it.",
     ),
     Field(
         name="allowed_token_ids",

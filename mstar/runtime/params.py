@@ -10,7 +10,7 @@ import msgspec
 
 from mstar.runtime.fields import Field
 from mstar.runtime.guides import check_guide
-from mstar.runtime.param_table import FIELDS, PARAMETERS, RESPONSE_PARAMETERS, SAMPLING_PARAMETERS
+from mstar.runtime.param_table import BY_ANY_NAME, FIELDS, PARAMETERS, RESPONSE_PARAMETERS, SAMPLING_PARAMETERS
 from mstar.runtime.spellings import SAMPLES, check_samples, respell
 from mstar.utils.errors import InvalidArgument
 
@@ -25,7 +25,32 @@ GREEDY_BELOW = 9.999999747378752e-06
 SMALLEST_TOP_P = 1e-9  # any value under 1 / vocabulary keeps the maxima alone; float32 must not round it to 0
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+# What Python code asks for instead of a response parameter.
+_INSTEAD = {
+    "stream": "LLM.stream gives a text as it is made",
+    "return_token_ids": "every completion has output_ids",
+    "exclude_input_in_output": "a completion is the new text alone",
+    "return_log_probs": "logprobs=0 gives them",
+    "return_cumulative_logprob": "logprobs=0 gives it",
+}
+
+
+class _AnySpelling(msgspec.StructMeta):
+    """Lets a constructor take what a mapping of parameters may say.  Values that are coerced go past it."""
+
+    def __call__(cls, **given: Any) -> Any:
+        for key, value in given.items():
+            field = BY_ANY_NAME.get(key)
+            if value is not None and field is not None and field.name in _INSTEAD:
+                raise InvalidArgument(key, f"no sampling parameter, {_INSTEAD[field.name]}", value)
+        values = coerce_parameters({
+            key: value for key, value in given.items() if key not in FIELDS or value is not FIELDS[key].default
+        })  # fmt: skip
+        check_samples(values)
+        return super().__call__(**_select(values, SAMPLING_PARAMETERS))
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_AnySpelling):
     """How one request is to be continued."""
 
     max_tokens: int | None = None
@@ -70,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
-        """The sampling part of a mapping of parameters, in any spelling :func:`coerce_parameters` takes."""
+        """The sampling part of a mapping of parameters: what concerns the response alone is passed over."""
         return split_parameters(coerce_parameters(mapping))[0]
 
     def _set(self, name: str, value: Any) -> None:
@@ -119,7 +144,7 @@ def split_parameters(values: Mapping[str, Any]) -> tuple[SamplingParams, Respons
     """
     check_samples(values)
     return (
-        SamplingParams(**_select(values, SAMPLING_PARAMETERS)),
+        msgspec.StructMeta.__call__(SamplingParams, **_select(values, SAMPLING_PARAMETERS)),
         ResponseParams(**_select(values, RESPONSE_PARAMETERS)),
     )
 
@@ -140,7 +165,7 @@ def _documentation() -> str:
         "``SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=64, stop='END')``",
         "",
         "None takes the default.  Numbers and bools may be strings; a bool is never a number, NaN and infinities are",
-        "refused.  :meth:`from_mapping` knows every parameter also by the names that other engines have for it.",
+        "refused.  Names and forms of other engines are taken too: ``max_new_tokens=5``, ``guided_json={...}``.",
         "",
         "Attributes:",
     ]
@@ -150,7 +175,14 @@ def _documentation() -> str:
         aliases = f"  Also: {', '.join(field.aliases)}." if field.aliases else ""
         text = f"{field.name}: {field.doc}  ({facts}){aliases}"
         lines += textwrap.wrap(text, 112, initial_indent="    ", subsequent_indent="        ")
-    return "\n".join([*lines, "", "Raises:", "    InvalidArgument: a value is outside its contract; names it.", ""])
+    lines += [
+        "",
+        "Raises:",
+        "    InvalidArgument: an unknown name, or a value outside its contract; names it.",
+        "    Unsupported: a parameter of another engine that this one cannot honour.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 SamplingParams.__doc__ = _documentation()

@@ -16,7 +16,12 @@ from mstar.serving import contract
 from mstar.utils.errors import InvalidArgument
 
 # Keys that Triton's own front ends leave among a request's parameters.
-SERVER_KEYS = frozenset({"id", "priority", "timeout", "headers", "binary_data_output"})
+SERVER_KEYS = frozenset({"id", "headers", "binary_data_output"})
+# Triton's own settings of a request.  Over gRPC it takes them out; what comes here, from HTTP, has no effect in it.
+SERVER_SETTINGS = {
+    "priority": "not taken, requests run in the order of their arrival",
+    "timeout": "not taken, timeout_ms is a request's time, in ms",
+}
 # Headers a server forwards (--http-header-forward-pattern) and that have no dash to be told by.
 HEADER_KEYS = frozenset({
     "accept", "authorization", "b3", "baggage", "connection", "cookie", "date", "expect", "forwarded", "from", "host",
@@ -115,6 +120,9 @@ def decode_text(name: str, value: Any) -> str:
 def _request_parameters(text: str) -> dict[str, Any]:
     """A request's own parameters, without what the server and its front ends put among them."""
     values = json.loads(text or "{}")
+    for key, allowed in SERVER_SETTINGS.items():
+        if key in values:
+            raise InvalidArgument(key, allowed, values[key])
     return {key: value for key, value in values.items() if not _is_servers(key)}
 
 

@@ -92,6 +92,16 @@ def test_a_row_whose_grammar_breaks_fails_alone_and_without_the_token(bench):
     bench.assert_idle()
 
 
+def test_a_grammar_that_breaks_for_a_reason_of_its_request_says_so_and_is_counted_apart(bench):
+    bench.grammars.reason = "guided_decoding_guide: a grammar within the engine's limits, got 'x': too many states"
+    broken = bench.submit([5, BREAKS, 6], 9, guide=GUIDE)
+    bench.run()
+    (failure,) = bench.outcomes[broken].failures
+    assert (failure.code, failure.message) == (ErrorCode.INVALID_ARG, bench.grammars.reason)
+    assert (bench.conductor.counters.constraint_faults, bench.conductor.counters.row_faults) == (1, 0)
+    bench.assert_idle()
+
+
 def test_all_rows_of_a_step_may_break(bench):
     ids = [bench.submit([BREAKS], 9, guide=GUIDE) for _ in range(2)]
     bench.run()
@@ -119,7 +129,10 @@ def test_a_row_without_a_choice_fails_by_its_own_request_and_is_counted_apart(be
     bench.run()
     (failure,) = bench.outcomes[bad].failures
     assert failure.code is ErrorCode.INVALID_ARG
-    assert failure.message == "no token is left that the request's constraints allow"
+    assert failure.message == (
+        "allowed_token_ids, bad_words, stop_token_ids, guided_decoding_guide: constraints that leave at least one "
+        "token, got none at token 2"
+    )
     assert bench.outcomes[spoilt].failures[0].code is ErrorCode.INTERNAL
     assert bench.outcomes[good].tokens == [5, 6, 5, 6, 5]
     counters = bench.conductor.counters

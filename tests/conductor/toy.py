@@ -58,6 +58,8 @@ class Panic(BaseException):
 class Grammars(Resource):
     """Takes every token but ``BREAKS``, and is complete after ``COMPLETES``.
 
+    ``reason``: why a row broke, if that lies in its request.
+
     Its steps need all tokens before: ``steps_ahead`` counts rows that were admitted without.  A text "malformed" is
     refused, "crashes" raises, "slow" is prepared once ``may_prepare`` is set.
     """
@@ -67,6 +69,7 @@ class Grammars(Resource):
         self.accepted: dict[int, list[int]] = {}
         self.may_prepare = threading.Event()
         self.steps_ahead = 0
+        self.reason = ""
         self._stepped: dict[int, int] = {}
         self._row_of: dict[int, int] = {}
 
@@ -111,6 +114,10 @@ class Grammars(Resource):
         verdicts[tokens == COMPLETES] = RowVerdict.COMPLETE
         verdicts[tokens == BREAKS] = RowVerdict.BROKEN
         return verdicts if verdicts.any() else None
+
+    def reason_of(self, row):
+        assert row in self._row_of
+        return self.reason
 
 
 class ToyGrammarSpec(GrammarSpec):

@@ -1,12 +1,16 @@
 """Per-request parameters, from any spelling a client uses."""
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 
+import mstar.runtime.params
 from mstar.conductor.request import MAX_LOGPROBS
 from mstar.model.text_sampling import MAX_REPETITION_WINDOW
 from mstar.runtime.params import (
@@ -20,6 +24,7 @@ from mstar.runtime.params import (
     parse_parameters,
     split_parameters,
 )
+from mstar.runtime.spellings import respell
 from mstar.utils.errors import InvalidArgument
 
 NOT_FINITE = [float("nan"), float("inf"), float("-inf"), "nan", "NaN", "Infinity", "1e999", "-1e999"]
@@ -158,6 +163,52 @@ def test_the_constructor_checks_as_the_mapping_does(name):
     for value in bad:
         with pytest.raises(InvalidArgument, match=f"^{name}: "):
             SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [({"max_new_tokens": 3}, {"max_tokens": 3}), ({"stop_words": ["a", "b"]}, {"stop": ("a", "b")}),
+     ({"logprobs": True, "top_logprobs": 5}, {"logprobs": 5}), ({"do_sample": False}, {"temperature": 0.0}),
+     ({"guided_regex": "a+"}, {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+"}),
+     ({"max_tokens": None, "max_new_tokens": 3}, {"max_tokens": 3}), ({"user": "me", "num_beams": 1}, {})],
+)  # fmt: skip
+def test_the_constructor_takes_what_a_mapping_may_say(given, same):
+    assert SamplingParams(**given) == SamplingParams.from_mapping(given) == SamplingParams(**same)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"max_new_token": 3}, r"^max_new_token: a known parameter \(did you mean max_new_tokens\?\)"),
+     ({"max_new_tokens": -3}, "^max_new_tokens: an integer >= 0"), ({"guided_json": "{"}, "^guided_json: "),
+     ({"max_tokens": 3, "max_new_tokens": 3}, "^max_new_tokens: given once, not also as max_tokens"),
+     ({"do_sample": True}, "^do_sample: "), ({"streaming": True}, "^streaming: no sampling parameter, LLM.stream ")],
+)  # fmt: skip
+def test_the_constructor_refuses_by_the_name_that_was_given(given, message):
+    with pytest.raises(InvalidArgument, match=message):
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize("field", RESPONSE_PARAMETERS, ids=lambda field: field.name)
+def test_the_constructor_refuses_what_concerns_the_response_alone(field):
+    with pytest.raises(InvalidArgument, match=f"^{field.name}: no sampling parameter, .*, got False"):
+        SamplingParams(**{field.name: False})
+
+
+def test_params_are_values():
+    params = SamplingParams(max_new_tokens=3, logit_bias={5: 1}, stop="a", seed=7)
+    assert pickle.loads(pickle.dumps(params)) == copy.copy(params) == params
+    assert eval(repr(params)) == params
+    assert msgspec.structs.replace(params, top_k=3).top_k == 3
+    assert SamplingParams(**msgspec.structs.asdict(SamplingParams())) == SamplingParams()
+    with pytest.raises(AttributeError):
+        params.seed = 8
+
+
+def test_values_of_a_request_are_respelt_once(monkeypatch):
+    given = []
+    monkeypatch.setattr(mstar.runtime.params, "respell", lambda mapping: given.append(mapping) or respell(mapping))
+    parse_parameters({"max_new_tokens": 3})
+    assert given == [{"max_new_tokens": 3}]
 
 
 def test_an_error_names_the_parameter_as_the_client_did():

@@ -135,7 +135,9 @@ class GrpcStream:
         parameters: Mapping[str, Any] | None = None,
         request_id: str = "",
         final_response: bool = True,
+        **settings: Any,
     ) -> None:
+        """``settings``: of the server itself, as its client names them."""
         tensors = [tensor(*item) for item in inputs.items()] if isinstance(inputs, Mapping) else list(inputs)
         self._client.async_stream_infer(
             self._model,
@@ -143,6 +145,7 @@ class GrpcStream:
             request_id=request_id,
             parameters=dict(parameters or {}),
             enable_empty_final_response=final_response,
+            **settings,
         )
 
     def receive(self, timeout_s: float = 60) -> tuple[Any, InferenceServerException | None]:

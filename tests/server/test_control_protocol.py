@@ -241,6 +241,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["priority", "timeout"])
+def test_a_setting_of_the_server_is_refused_where_it_reaches_the_model(echo_server, name):
+    status, body = post(echo_server, "echo", {"text_input": "a", name: 5})
+    assert (status, json.loads(body)["error"].partition(": ")[0]) == (400, name)
+    with GrpcStream(echo_server, "echo") as stream:
+        stream.send({"text_input": "a", "timeout_ms": 0}, **{name: 5})
+        assert stream.collect().error is None
+
+
 def test_what_is_out_of_range_is_refused_by_name_beside_a_neighbour_that_goes_on(echo_server):
     text = "word " * 700
     with GrpcStream(echo_server, "echo") as neighbour, GrpcStream(echo_server, "echo") as stream:

@@ -277,3 +277,11 @@ def test_any_json_parses_or_is_an_invalid_argument(parameters, options):
 def test_any_bytes_as_options_parse_or_are_an_invalid_argument(data):
     with suppress(InvalidArgument):
         parse(RawRequest({"sampling_parameters": text(data)}))
+
+
+@pytest.mark.parametrize(("name", "hint"), [("priority", "order of their arrival"), ("timeout", "timeout_ms")])
+def test_settings_of_the_server_that_have_no_effect_are_refused(name, hint):
+    with pytest.raises(InvalidArgument, match=f"^{name}: not taken, .*{hint}.*, got 5"):
+        ask({name: 5})
+    with pytest.raises(InvalidArgument, match=f"^{name}: a known parameter"):
+        ask(options={name: 5})

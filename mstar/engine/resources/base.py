@@ -173,6 +173,11 @@ class Resource(ABC):
         """
         return None
 
+    def reason_of(self, row: int) -> str:
+        """What of its own parameters is to blame that ``row`` is BROKEN, as the text of an error that begins with the
+        request's field; empty where nothing is."""
+        return ""
+
     def build_accelerator_graph_buffers(self, buckets: Sequence[BucketKey], max_bs: int, max_seq_len: int) -> None:
         """Static buffers for these buckets; only grows, and only before any capture."""
 

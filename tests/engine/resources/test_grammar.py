@@ -140,6 +140,7 @@ def test_a_broken_row_disturbs_no_other(session, caplog):
     assert session.accept((0, A), (1, B), (2, A), (3, A)) == [GO_ON, BROKEN, GO_ON, GO_ON]
     assert "request 1 " in caplog.text
     assert "satisfy" in caplog.text
+    assert [session.grammars.reason_of(row) for row in range(CAPACITY)] == [""] * CAPACITY  # no request is to blame
     assert session.allowed(2) == {*A_IDS, word_id("aa"), X}
     assert session.accept((0, X), (2, A), (3, X)) == [COMPLETE, GO_ON, COMPLETE]
     assert session.accept((2, EOS)) == [BROKEN]  # no end is text of a grammar
@@ -162,6 +163,10 @@ def test_rows_outlive_the_lexer_that_their_guide_has_used_up(session, monkeypatc
     session.join(9, 0, "regex", "[ab]{30}c[xy]{200}")  # one text alone needs more: its row breaks
     verdicts = [session.accept((9, token)) for token in [A] * 30 + [C] + [X] * 100]
     assert [BROKEN] in verdicts
+    reason = session.grammars.reason_of(0)
+    assert reason.startswith(
+        "guided_decoding_guide: a grammar within the engine's limits, got '[ab]{30}c[xy]{200}': too many"
+    )
 
 
 def test_tokens_of_rows_without_a_grammar_pass(session):

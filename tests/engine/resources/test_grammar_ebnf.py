@@ -80,7 +80,7 @@ def test_rules_allow_their_texts_and_no_others(rules, within, without):
     ids=lambda value: str(value)[:30],
 )
 def test_malformed_and_endless_rules_are_refused(rules, reason):
-    with pytest.raises(ValueError, match=r"^guided_decoding_guide must be rules in EBNF") as caught:
+    with pytest.raises(ValueError, match=r"^guided_decoding_guide: rules in EBNF") as caught:
         compiled("ebnf_grammar", rules)
     assert reason in str(caught.value)
 

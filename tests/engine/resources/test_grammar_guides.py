@@ -71,7 +71,7 @@ def test_json_is_any_object_and_nothing_but_an_object():
 
 
 def test_json_takes_no_schema():
-    assert "must be empty for type json, got '{}'" in refusal("json", "{}")
+    assert "guide: empty for type json, got '{}'" in refusal("json", "{}")
 
 
 def test_white_space_in_json_is_a_space_or_a_line_break_with_its_indent():
@@ -95,11 +95,11 @@ def test_special_and_unused_ids_never_are_text():
 
 def test_an_error_tells_what_is_allowed_and_what_came():
     text = refusal("json_schema", '{"type": "array", "uniqueItems": true}')
-    assert "must be a JSON schema" in text
+    assert text.startswith("guided_decoding_guide: a JSON schema")
     assert "uniqueItems" in text
     assert '"type": "array"' in text
     assert refusal("regex", "a" * (MAX_GUIDE_BYTES + 1)).endswith(f"{MAX_GUIDE_BYTES} bytes, got {MAX_GUIDE_BYTES + 1}")
-    assert "must be one of json, json_schema, regex, ebnf_grammar, choice, got 'xml'" in refusal("xml", "")
+    assert "guide_type: one of json, json_schema, regex, ebnf_grammar, choice, got 'xml'" in refusal("xml", "")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,21 @@ def test_a_pathological_guide_is_served_or_refused_in_little_time(kind, text):
         error = pool.submit(serve).exception()
     assert error is None or str(error).startswith("guided_decoding_guide")
     assert time.process_time() - start < 10
+
+
+def test_a_guide_whose_first_tokens_take_too_much_is_refused_with_the_reason():
+    text = refusal("regex", "((a{1,100}){1,100}){1,100}")
+    assert text.startswith("guided_decoding_guide: a grammar within the engine's limits, got '((a{1,100}")
+    assert text.endswith("}': too many expressions constructed")
+
+
+def test_a_schema_of_1500_properties_is_served():
+    properties = {f"property_{i:04d}": {"type": "string", "description": "x" * 60} for i in range(1500)}
+    schema = json.dumps({"type": "object", "properties": properties, "additionalProperties": False})
+    assert accepts("json_schema", schema, '{"property_0007":"x","property_1499":""}', '{"property_1500":""}') == [
+        True,
+        False,
+    ]
 
 
 def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(monkeypatch):

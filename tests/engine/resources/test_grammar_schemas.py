@@ -1,13 +1,14 @@
 """JSON schemas: whatever a grammar allows parses and validates; what it could not honour is refused."""
 
 import json
+import random
 
 import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.resources.grammars import accepts, compiled, sampled
+from tests.engine.resources.grammars import FIRST_BYTE, accepts, compiled, sampled
 
 PERSON = {
     "type": "object",
@@ -77,7 +78,10 @@ def test_every_text_of_a_schema_validates(schema):
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "Unsatisfiable"),
         ({"type": "integer", "multipleOf": 7, "minimum": 8, "maximum": 13}, "Unsatisfiable"),
         ({"$ref": "#/x"}, "does not exist"),
-        ({"$ref": "http://x/y"}, "http://x/y"),
+        ({"$ref": "http://x/y"}, "must point into the schema (#/...), got 'http://x/y'"),
+        ({"$ref": "#a", "$defs": {"x": {"$anchor": "a"}}}, "must point into the schema (#/...), got '#a'"),
+        ({"properties": {"a": {"$id": "b"}}}, "$id must stand at the top"),
+        ({"$ref": "#/x", "x": {"type": "string", "format": "idn-email"}}, "format must be one of"),
         ({"type": "string", "pattern": "a(?=b)"}, "look-around"),
         ({"type": "string", "pattern": "("}, "unclosed group"),
         ({"type": "string", "format": "idn-email"}, "format must be one of"),
@@ -98,7 +102,7 @@ def test_every_text_of_a_schema_validates(schema):
     ids=str,
 )
 def test_a_schema_that_cannot_be_satisfied_or_honoured_is_refused(schema, reason):
-    with pytest.raises(ValueError, match=r"^guided_decoding_guide must be a JSON schema") as caught:
+    with pytest.raises(ValueError, match=r"^guided_decoding_guide: a JSON schema .*, got ") as caught:
         compiled("json_schema", json.dumps(schema))
     assert reason in str(caught.value)
 
@@ -156,6 +160,88 @@ def test_recursion_without_an_end_is_refused(schema):
 def test_recursion_that_may_end_is_served(schema):
     texts = [sampled(compiled("json_schema", json.dumps(schema)).matcher, seed) for seed in range(8)]
     assert sum(text is not None for text in texts) >= 4
+
+
+def test_a_property_whose_recursion_never_ends_is_never_begun():
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}, "b": {"type": "null"}}}
+    schema |= {"$defs": {"a": {"$ref": "#/$defs/a"}}, "additionalProperties": False}
+    assert accepts("json_schema", json.dumps(schema), "{}", '{"b":null}') == [True, True]
+    assert compiled("json_schema", json.dumps(schema)).matcher.try_consume_tokens([FIRST_BYTE + c for c in b'{"a']) == 2
+
+
+@pytest.mark.parametrize(
+    ("format_", "good", "bad"),
+    [
+        ("date", ["2024-02-29", "2000-02-29", "2023-12-31"], ["2023-02-29", "1900-02-29", "2023-04-31", "0000-01-01"]),
+        ("date-time", ["2024-02-29t01:02:03.5+01:00"], ["2023-02-29T01:02:03Z", "2023-01-01T01:02:60Z"]),
+        ("time", ["23:59:59Z", "12:00:00.25-02:00"], ["24:00:00Z", "23:59:60Z", "12:00:00"]),
+        ("hostname", ["a" * 63, "a-1.b"], ["a" * 64, "-a", ".".join(["a" * 60] * 5)]),
+    ],
+)
+def test_a_format_holds_dates_of_the_calendar_and_names_of_hosts(format_, good, bad):
+    texts = [json.dumps(text) for text in good + bad]
+    expected = [True] * len(good) + [False] * len(bad)
+    for schema in ({"type": "string"}, {"type": ["string", "null"], "allOf": [{"minLength": 2}]}, {}):
+        assert accepts("json_schema", json.dumps({**schema, "format": format_}), *texts) == expected
+
+
+def random_schema(rng, depth=0):
+    """A schema of the keywords that are served, for values nested at most three deep."""
+    kinds = ["number", "string", "choice", "list of types"] + (["object", "array", "anyOf", "allOf", "$ref"] * 2) * (
+        depth < 3
+    )
+    kind = rng.choice(kinds)
+
+    def inner(most=3):
+        return [random_schema(rng, depth + 1) for _ in range(rng.randint(1, most))]
+
+    def some(**keywords):
+        return {key: value for key, value in keywords.items() if rng.random() < 0.4}
+
+    bounds = [-2, -1.5, -1, -0.5, 0, 0.25, 0.5, 1, 1.5, 2, 10]
+    if kind == "number":
+        low, high = (rng.choice(bounds) for _ in range(2))
+        found = some(**{rng.choice(["minimum", "exclusiveMinimum"]): low})
+        found |= some(
+            **{rng.choice(["maximum", "exclusiveMaximum"]): high, "multipleOf": rng.choice([0.5, 2, 0.25, 3])}
+        )
+        return {"type": rng.choice(["number", "integer", ["number", "null"]]), **found}
+    if kind == "string":
+        pattern = rng.choice(["^a+$", "b", "^[a-z]{2}", "é", "^(ab|c)*$", "[^a]"])
+        return {"type": "string", **some(minLength=rng.randint(0, 3), maxLength=rng.randint(1, 4), pattern=pattern)}
+    if kind == "choice":
+        values = [1, 1.0, 1.5, "a", "", "aé", None, True, 0, -0.0, 1e2, [1], {"a": 1}]
+        return rng.choice([{"const": rng.choice(values)}, {"enum": rng.sample(values, 4)}])
+    if kind == "list of types":
+        types = rng.sample(["string", "number", "integer", "null", "boolean"], 2)
+        return {"type": types, **some(minimum=1, maxLength=2, enum=[1, "a", None])}
+    if kind == "object":
+        named = {name: random_schema(rng, depth + 1) for name in rng.sample("abcd", 2)}
+        found = some(properties=named, patternProperties={"^[ax]": random_schema(rng, depth + 1)})
+        found |= some(required=rng.sample("abcd", 2), additionalProperties=rng.choice([False, *inner()]))
+        return {"type": "object", **found, **some(minProperties=rng.randint(0, 2), maxProperties=rng.randint(0, 3))}
+    if kind == "array":
+        found = some(prefixItems=inner(), items=rng.choice([False, *inner()]))
+        return {"type": "array", **found, **some(minItems=rng.randint(0, 3)), **some(maxItems=rng.randint(0, 4))}
+    beside = random_schema(rng, 3) if rng.random() < 0.4 else {}
+    return {**beside, kind: "#/$defs/" + rng.choice("pq") if kind == "$ref" else inner()}
+
+
+@pytest.mark.parametrize("start", range(0, 400, 100))
+def test_texts_of_random_schemas_validate(start):
+    num_texts = 0
+    for seed in range(start, start + 100):
+        rng = random.Random(seed)
+        schema = {**random_schema(rng), "$defs": {name: random_schema(rng, 3) for name in "pq"}}
+        try:
+            matcher = compiled("json_schema", json.dumps(schema)).matcher
+        except ValueError:
+            continue
+        texts = [text for each in range(4) if (text := sampled(matcher, each, most=100)) is not None]
+        for text in texts:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+        num_texts += len(texts)
+    assert num_texts > 80
 
 
 def test_a_schema_cannot_turn_off_what_keeps_it_strict():

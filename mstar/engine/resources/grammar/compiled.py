@@ -11,19 +11,25 @@ from dataclasses import dataclass
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from mstar.engine.resources.grammar.guides import grammar_of, refusal
+from mstar.engine.resources.grammar.guides import excess, grammar_of, refusal
 
+PROBE_TOKENS = 32  # of one text that a new grammar is tried on; at most 25 ms each
 MOST_KEPT = 128  # compiled grammars; one takes 20 kB to a few MB, 50 MB at most
 
 # A mask that needs more than these ends its request: each bounds what one token costs (about 15 ms of lexer and
 # 10 ms of parser) or what one grammar holds (0.3 kB a state).
 LIMITS = LLParserLimits(
+    max_items_in_row=10_000,  # time grows with the square: 13 ms, for an object of 2400 properties
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=200_000,
     max_lexer_states=150_000,
     max_grammar_size=500_000,
     verbose_errors=False,
+)
+
+_NOISE = re.compile(
+    r"^at \d+\(\d+\): |failed to compile JSON schema: |<non-verbose/>|^(lexer|Parser) [eE]rror: |; consider making .*"
 )
 
 
@@ -91,7 +97,29 @@ class CompiledGrammars:
             raise refusal(kind, text, "no text satisfies it, or it is too complex")
         if end and np.unpackbits(words.view(np.uint8)).sum() == 1:
             raise refusal(kind, text, "it allows only the empty text")
+        _probe(matcher, text)
         return CompiledGrammar(matcher, words)
+
+
+def _probe(start: LLMatcher, text: str) -> None:
+    """ValueError if the first tokens of some text of the grammar already take more than :data:`LIMITS`."""
+    matcher = start.deep_copy()
+    for i in range(PROBE_TOKENS):
+        ids = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if matcher.is_accepting():
+            ids = ids[:-1]  # the end of the text
+        if ids.size and not matcher.is_error():
+            matcher.consume_token(int(ids[i * 7919 % ids.size]))  # a prime, to meet tokens of all kinds
+        if matcher.is_error() and not is_spent(matcher):
+            raise ValueError(excess(text, reason_of(matcher)))
+        if not ids.size or matcher.is_error():
+            return
+
+
+def is_limited(matcher: LLMatcher) -> bool:
+    """Whether a matcher is in error because of :data:`LIMITS`, not by a token that it does not allow."""
+    error = matcher.get_error()
+    return matcher.is_error() and "satisfy the grammar" not in error and "parser stopped" not in error
 
 
 def is_spent(matcher: LLMatcher) -> bool:
@@ -104,4 +132,4 @@ def reason_of(matcher: LLMatcher) -> str:
     text = matcher.get_error()
     message = re.search(r"^error: (.*)", text, re.MULTILINE)
     first = message[1] if message else text.split("\n", 1)[0]
-    return re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: |<non-verbose/>", "", first).strip()
+    return _NOISE.sub("", first).strip()

@@ -20,7 +20,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from mstar.engine.resources.grammar.ebnf import lark_of
-from mstar.engine.resources.grammar.schemas import check_schema
+from mstar.engine.resources.grammar.schemas import settle_schema
 from mstar.utils.errors import shorten
 
 MAX_GUIDE_BYTES = 256 << 10
@@ -49,9 +49,9 @@ def grammar_of(kind: str, text: str) -> str:
     """
     make = _MAKERS.get(kind)
     if make is None:
-        raise ValueError(f"guided_decoding_guide_type must be one of {', '.join(_MAKERS)}, got {shorten(kind)}")
+        raise ValueError(f"guided_decoding_guide_type: one of {', '.join(_MAKERS)}, got {shorten(kind)}")
     if (size := len(text.encode("utf-8", "surrogatepass"))) > MAX_GUIDE_BYTES:
-        raise ValueError(f"guided_decoding_guide must have at most {MAX_GUIDE_BYTES} bytes, got {size}")
+        raise ValueError(f"guided_decoding_guide: at most {MAX_GUIDE_BYTES} bytes, got {size}")
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise refusal(kind, text, "it holds half of a surrogate pair")
     try:
@@ -62,7 +62,12 @@ def grammar_of(kind: str, text: str) -> str:
 
 def refusal(kind: str, text: str, reason: str) -> ValueError:
     """The error of a guide that cannot be honoured."""
-    return ValueError(f"guided_decoding_guide must be {_ALLOWED[kind]}, got {shorten(text)}: {reason}")
+    return ValueError(f"guided_decoding_guide: {_ALLOWED[kind]}, got {shorten(text)}: {reason}")
+
+
+def excess(text: str, reason: str) -> str:
+    """The text of the error of a guide that takes more than the engine's limits."""
+    return f"guided_decoding_guide: a grammar within the engine's limits, got {shorten(text)}: {reason}"
 
 
 def _json_object(text: str) -> str:
@@ -75,7 +80,7 @@ def _json_schema(text: str) -> str:
     schema = _parsed(text)
     if not isinstance(schema, dict | bool):
         raise ValueError("a schema is an object or a boolean")
-    check_schema(schema)
+    settle_schema(schema)
     return _schema_grammar({} if schema is True else {"enum": []} if schema is False else schema)
 
 
@@ -139,7 +144,7 @@ _MAKERS: dict[str, Callable[[str], str]] = {
 }
 _ALLOWED = {
     "json": "empty for type json",
-    "json_schema": "a JSON schema that can be honoured",
+    "json_schema": "a JSON schema that llguidance can follow",
     "regex": "a regular expression that some text matches, without look-around and back-references",
     "ebnf_grammar": "rules in EBNF (root ::= ...) that some text follows",
     "choice": "a JSON list of strings that are not all empty",

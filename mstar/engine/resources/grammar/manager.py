@@ -15,8 +15,15 @@ from llguidance.numpy import consume_token_par, fill_next_token_bitmask, fill_ne
 
 from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo, Resource, RowVerdict
-from mstar.engine.resources.grammar.compiled import CompiledGrammar, CompiledGrammars, is_spent, reason_of
+from mstar.engine.resources.grammar.compiled import (
+    CompiledGrammar,
+    CompiledGrammars,
+    is_limited,
+    is_spent,
+    reason_of,
+)
 from mstar.engine.resources.grammar.config import GrammarReqConfig, GrammarSpec
+from mstar.engine.resources.grammar.guides import excess
 from mstar.engine.resources.grammar.masks import SlotMasks, bar_rows, bar_runs, bits_of, num_words, runs_of, settle_ends
 from mstar.engine.resources.grammar.vocabulary import grammar_tokenizer
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
@@ -191,6 +198,12 @@ class Grammars(Resource):
         self.counters["accepted"] += live.size
         self.counters["broken"] += int(is_broken.sum())
         return verdicts
+
+    def reason_of(self, row: int) -> str:
+        moved = self._rows.get(row)
+        if moved is None or not is_limited(moved.matcher):
+            return ""
+        return excess(moved.config.text, reason_of(moved.matcher))
 
     def build_accelerator_graph_buffers(self, buckets: Sequence[BucketKey], max_bs: int, max_seq_len: int) -> None:
         if self._slots is not None:

@@ -1,4 +1,4 @@
-"""What of JSON schemas is refused because llguidance would accept it and make texts that break it, or never end.
+"""What of JSON schemas is refused or rewritten because llguidance would make texts of it that break it, or never end.
 
 It refuses by itself what it does not know (``not``, ``if``, ``contains``, ``uniqueItems``, ``dependentRequired``, a
 ``oneOf`` whose options may overlap, ...), so what is left is here.
@@ -14,9 +14,10 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 from urllib.parse import unquote
 
+from mstar.engine.resources.grammar.bounds import settle_bounds
+from mstar.engine.resources.grammar.formats import FORMATS, settle_format
 from mstar.utils.errors import shorten
 
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 MAX_MULTIPLE = 100_000  # of the least decimal: the states that the automaton of multiples has
 MAX_PATTERNS = 64  # patternProperties of one object, each compared with every other
 
@@ -27,21 +28,32 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalItems", "additionalProperties")
 
 
-def check_schema(schema: Any) -> None:
-    """Refuses a schema, parsed from JSON, for what llguidance would let through.
+def settle_schema(schema: Any) -> None:
+    """Rewrites a schema, parsed from JSON, in place where llguidance would not keep it, or refuses it.
 
     Raises:
         ValueError: says which keyword, or that no value of the schema comes to an end.
     """
     nodes = list(_nodes(schema))
+    for node in nodes:
+        _check_reference(node, is_root=node is schema)
+    settle_bounds(nodes)
     multiple = 1
     for node in nodes:
         _check_keywords(node)
         multiple = math.lcm(multiple, _digits_of(node.get("multipleOf", 1)))
         if multiple > MAX_MULTIPLE:
             raise ValueError(f"all multipleOf, their decimal points left out, must divide a number <= {MAX_MULTIPLE}")
-    if isinstance(schema, dict) and not _Endings(schema, nodes).ends(schema):
+    if not isinstance(schema, dict):
+        return
+    endings = _Endings(schema, nodes)
+    if not endings.ends(schema):
         raise ValueError("its recursion never ends: no value satisfies it")
+    for node in nodes:
+        if not endings.ends(node):  # a text could begin with such a value, as that of an optional property
+            node.clear()
+            node["enum"] = []
+        settle_format(node)
 
 
 def _check_keywords(node: Mapping[str, Any]) -> None:
@@ -49,6 +61,9 @@ def _check_keywords(node: Mapping[str, Any]) -> None:
     format_ = node.get("format")
     if format_ is not None and "string" in (type_ if isinstance(type_, list) else [type_]) and format_ not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {shorten(format_)}")
+    step = node.get("multipleOf", 1)
+    if isinstance(step, int | float) and step <= 0:
+        raise ValueError(f"multipleOf must be above 0, got {shorten(step)}")
     # Names of properties that are not listed may come twice, and count once then.
     least, required = node.get("minProperties", 0), node.get("required", [])
     most_sure = len(set(map(str, required))) + 1 if isinstance(required, list) else 1
@@ -63,6 +78,15 @@ def _check_keywords(node: Mapping[str, Any]) -> None:
         raise ValueError(f"patternProperties must have at most {MAX_PATTERNS} patterns, got {len(patterns)}")
 
 
+def _check_reference(node: Mapping[str, Any], is_root: bool) -> None:
+    """Any other reference would lead to schemas that are not looked at here."""
+    ref = node.get("$ref", "#")
+    if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
+        raise ValueError(f"$ref must point into the schema (#/...), got {shorten(ref)}")
+    if "$id" in node and not is_root:
+        raise ValueError(f"$id must stand at the top of the schema alone, got {shorten(node['$id'])}")
+
+
 def _digits_of(number: Any) -> int:
     """A number's decimal digits as an integer; 1 for what is no positive number, which is refused elsewhere."""
     try:
@@ -75,13 +99,16 @@ def _digits_of(number: Any) -> int:
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every schema within a schema, itself included."""
-    pending = [schema]
+    """Every schema within a schema, itself included, and every one that a reference leads to."""
+    pending, seen = [schema], set()
     while pending:
         node = pending.pop()
-        if isinstance(node, dict):
+        if isinstance(node, dict) and id(node) not in seen:
+            seen.add(id(node))
             yield node
             pending.extend(_below(node))
+            if isinstance(ref := node.get("$ref"), str):
+                pending.append(_target(schema, ref))
 
 
 def _below(node: Mapping[str, Any]) -> Iterator[Any]:
@@ -100,9 +127,8 @@ class _Endings:
     """Which schemas some finite value may satisfy, keywords taken one by one: what cannot be told counts as ending."""
 
     def __init__(self, root: dict[str, Any], nodes: list[dict[str, Any]]) -> None:
-        self._root = root
         self._ending: set[int] = set()
-        self._targets = {id(node): self._target(node["$ref"]) for node in nodes if isinstance(node.get("$ref"), str)}
+        self._targets = {id(node): _target(root, node["$ref"]) for node in nodes if isinstance(node.get("$ref"), str)}
         moving = nodes
         while moving:
             new = [node for node in moving if self._ends_now(node)]
@@ -139,20 +165,21 @@ class _Endings:
             return all(map(self.ends, first[: int(least)])) and (least <= len(first) or self.ends(node.get("items")))
         return True
 
-    def _target(self, ref: str) -> Any:
-        """The schema at a pointer into this document; True where it points elsewhere."""
-        if not ref.startswith("#"):
+
+def _target(root: Any, ref: str) -> Any:
+    """The schema at a pointer into this document; True where it points elsewhere."""
+    if not ref.startswith("#"):
+        return True
+    node: Any = root
+    for part in unquote(ref[1:]).split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict):
+            node = node.get(part, True)
+        elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
             return True
-        node: Any = self._root
-        for part in unquote(ref[1:]).split("/")[1:]:
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, dict):
-                node = node.get(part, True)
-            elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
-                node = node[int(part)]
-            else:
-                return True
-        return node
+    return node
 
 
 def _is_full_list(value: Any) -> bool:

@@ -23,6 +23,7 @@ from mstar.kernels.logprobs import Told, tell
 from mstar.utils.errors import shorten
 
 _SLICE = 64  # prompt positions whose logits exist at once
+_NOTHING = LogprobsReqConfig()
 _MOST_KNOWN = 4  # compositions of a batch that take turns
 
 
@@ -83,17 +84,17 @@ class Logprobs(Resource):
         """
         if row >= self._capacity:
             return
-        config = config if config is not None else LogprobsReqConfig()
-        assert isinstance(config, LogprobsReqConfig)
-        self._check(config)
+        if config is not None:
+            assert isinstance(config, LogprobsReqConfig)
+            self._check(config)
         if self._row_of.get(request_id) != row:
             self._row_of[request_id] = row
             self._prompts.start(row, 0)
-        self._set(row, config)
+        self._set(row, config or _NOTHING)
 
     def remove_request(self, request_id: int, row: int) -> None:
         if self._row_of.pop(request_id, None) is not None:
-            self._set(row, LogprobsReqConfig())
+            self._set(row, _NOTHING)
 
     def apply_cached_prefix(
         self, request_id: int, row: int, matched_len: int, matched_ids: np.ndarray | None = None

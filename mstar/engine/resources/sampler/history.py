@@ -60,6 +60,8 @@ class History:
         What the row's request has met stays as far as the new config still looks at it.  A window of another length
         starts empty.
         """
+        if config.repetition_penalty == 1 and not config.min_tokens and row not in self._looking:
+            return
         penalty = min(max(config.repetition_penalty, LEAST_FACTOR), MOST_FACTOR)
         window = config.repetition_window if penalty != 1 else 0
         if penalty != 1 and window == 0:
