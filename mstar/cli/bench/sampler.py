@@ -30,7 +30,7 @@ from mstar.runtime.options import parse_options
 PROMPT_TOKENS, DECODE_STEPS = 64, 8  # of the model's own step
 SMALLEST_VOCABULARY = 256  # single bytes: all that the features below name
 IDS = np.arange(100, 200)
-DIGITS = GrammarReqConfig(kind="regex", text="[0-9 ]+x")
+DIGITS = GrammarReqConfig(kind="regex", text="[0-9 ]+", ignore_eos=True)  # never at its end
 
 
 def _sampler(**settings: object) -> dict[str, ResourceReqConfig]:
@@ -123,13 +123,14 @@ def decode_seconds(model: str, sizes: list[int]) -> dict[tuple[int, int], float]
         "device": "cpu",
         "max_seq_len": PROMPT_TOKENS + DECODE_STEPS + 2,
         "max_running_requests": max(sizes),
+        "max_batch_tokens": max(sizes) * PROMPT_TOKENS,  # all rows decode together from their first token on
         "prefix_cache": False,
     }
     core = EngineCore(parse_options(given)[0])
     found = {}
     for rows in sizes:
         prompts = np.random.default_rng(0).integers(1, core.model.vocab_size, (rows, PROMPT_TOKENS), dtype=np.int64)
-        run_batch(core, prompts, 2 + DECODE_STEPS // 2)
+        run_batch(core, prompts, 1 + DECODE_STEPS)  # to warm up
         found[core.model.vocab_size, rows] = run_batch(core, prompts, 1 + DECODE_STEPS).step_seconds
     return found
 

@@ -35,7 +35,25 @@ LIST = {
     },
     "$ref": "#/$defs/node",
 }
+
+
+def tagged(*, required=("kind", "size")):
+    """A union as pydantic writes it: which option a value is of says its property ``kind``."""
+    options = {
+        kind: {
+            "type": "object",
+            "properties": {"kind": {"const": kind}, "size": size},
+            "required": list(required),
+            "additionalProperties": False,
+        }
+        for kind, size in (("dot", {"type": "null"}), ("box", {"enum": [1, 2]}), ("bag", {"type": "boolean"}))
+    }
+    return {"$defs": options, "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in options]}
+
+
 HONOURED = [
+    tagged(),
+    {"oneOf": [{"enum": [1, "a"]}, {"const": "b"}, {"type": "object", "maxProperties": 0}]},
     PERSON,
     LIST,
     {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
@@ -96,6 +114,8 @@ def test_every_text_of_a_schema_validates(schema):
         ({"const": {"a": ["\u0001"]}}, "control characters"),
         ({"type": "object", "properties": {"\x7f": {}}}, "control characters"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"oneOf": [{"enum": [1, 2]}, {"const": 1.0}]}, "oneOf"),
+        (tagged(required=("size",)), "oneOf"),
         ({"type": "foo"}, "Invalid type: foo"),
         ([], "a schema is an object or a boolean"),
     ],

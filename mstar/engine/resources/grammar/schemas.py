@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from mstar.engine.resources.grammar.bounds import settle_bounds
 from mstar.engine.resources.grammar.formats import FORMATS, settle_format
+from mstar.engine.resources.grammar.unions import settle_one_of
 from mstar.utils.errors import shorten
 
 MAX_MULTIPLE = 100_000  # of the least decimal: the states that the automaton of multiples has
@@ -37,6 +38,7 @@ def settle_schema(schema: Any) -> None:
     nodes = list(_nodes(schema))
     for node in nodes:
         _check_reference(node, is_root=node is schema)
+        settle_one_of(node, lambda ref: _target(schema, ref))
     settle_bounds(nodes)
     multiple = 1
     for node in nodes:
