@@ -12,7 +12,7 @@ from mstar.conductor.request import FinishReason
 from mstar.conductor.rows import RowTable
 from mstar.utils.errors import ErrorCode, MstarError
 
-EXPIRED = "timeout_ms: the request's time ran out before the engine had room for it"
+EXPIRED = "timeout_ms: the request's time ran out before it could run"
 
 
 class Departures:

@@ -11,7 +11,7 @@ import msgspec
 from mstar.runtime.fields import Field
 from mstar.runtime.guides import check_guide
 from mstar.runtime.param_table import BY_ANY_NAME, FIELDS, PARAMETERS, RESPONSE_PARAMETERS, SAMPLING_PARAMETERS
-from mstar.runtime.spellings import SAMPLES, check_samples, respell
+from mstar.runtime.spellings import OFF, SAMPLES, check_samples, respell
 from mstar.utils.errors import InvalidArgument
 
 __all__ = [
@@ -113,7 +113,8 @@ class ResponseParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def coerce_parameters(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Checked values under the parameters' own names; what was not given, or given as null, is absent.
+    """Checked values under the parameters' own names; what was not given, or given as null, is absent.  What another
+    engine's spelling turns off (``response_format`` text, ``logprobs`` false) is None.
 
     Results of several sources merge with ``|``, the one that wins last; then :func:`split_parameters`.
 
@@ -128,12 +129,16 @@ def coerce_parameters(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     names: dict[str, str] = {}  # parameter -> the name it was given under
+    turned_off = []
     for key, name, value in respell(mapping):
+        if value is OFF:
+            turned_off.append(name)
+            continue
         if name in values:
             raise InvalidArgument(key, f"given once, not also as {names[name]}", mapping[key])
         values[name] = value if name == SAMPLES else FIELDS[name].coerce(value, given_as=key)
         names[name] = key
-    return values
+    return dict.fromkeys(turned_off) | values
 
 
 def split_parameters(values: Mapping[str, Any]) -> tuple[SamplingParams, ResponseParams]:

@@ -14,7 +14,7 @@ from mstar.runtime.edits import check_in_vocabulary, logit_edits_of
 from mstar.runtime.messages import EngineRequest
 from mstar.runtime.options import FrontOptions
 from mstar.runtime.params import GREEDY_BELOW, SMALLEST_TOP_P, SamplingParams
-from mstar.runtime.prompts import prompt_ids
+from mstar.runtime.prompts import prompt_ids, refuse_surrogates
 from mstar.utils.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def prepare_request(
     check_in_vocabulary("stop_token_ids", params.stop_token_ids, front.vocab_size)
     _check_n(params, options)
     min_tokens, max_tokens = _budget(front, params, options)
+    for stop in params.stop:
+        refuse_surrogates("stop", stop)  # no text holds one
     edits = logit_edits_of(front, params)
     context = front.context_length if context_length is None else min(context_length, front.context_length)
     ids = prompt_ids(front, text, input_ids, messages, context)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mstar.runtime.fields import Field
-from mstar.runtime.guides import respell_guide
+from mstar.runtime.guides import GUIDE, TYPE, respell_guide
 from mstar.runtime.param_table import BY_ANY_NAME, FIELDS
 from mstar.utils.errors import InvalidArgument, Unsupported, shorten
 
 SAMPLES = "do_sample"  # kept among coerced values until all sources are merged
+OFF = object()  # in place of a value: the parameter is off, whatever another source says
 
 # No effect on the text of any engine, or only on what this one has no use for (the id that pads batches).
 IGNORED = frozenset({
@@ -78,7 +79,7 @@ UNSUPPORTED: Mapping[str, str] = {
 
 
 def respell(given: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(name as given, our name, value) of every parameter that says something.
+    """(name as given, our name, value or :data:`OFF`) of every parameter that says something.
 
     Raises:
         InvalidArgument: an unknown name, or a value that has no meaning there.
@@ -115,7 +116,8 @@ _Respelt = Iterator[tuple[str, str, Any]]
 
 
 def _guide(key: str, value: Any, given: Mapping[str, Any]) -> _Respelt:
-    for name, part in respell_guide(key, value):
+    parts = dict(respell_guide(key, value)) or dict.fromkeys((TYPE, GUIDE), OFF)
+    for name, part in parts.items():
         yield key, name, part
 
 
@@ -128,6 +130,8 @@ def _logprobs(key: str, value: Any, given: Mapping[str, Any]) -> _Respelt:
         yield key, "logprobs", value
     elif FIELDS["stream"].coerce(value, given_as=key):
         yield key, "logprobs", 0 if top is None else FIELDS["logprobs"].coerce(top, given_as="top_logprobs")
+    else:
+        yield key, "logprobs", OFF
 
 
 def _top_logprobs(key: str, value: Any, given: Mapping[str, Any]) -> _Respelt:

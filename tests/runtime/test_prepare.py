@@ -278,6 +278,11 @@ def test_a_bad_word_without_tokens_is_refused(word, message):
         prepare(text="a", params={"bad_words": ["a", word]})
 
 
+def test_a_stop_string_that_no_text_can_hold_is_refused():
+    with pytest.raises(InvalidArgument, match=r"^stop: valid UTF-8"):
+        prepare(text="a", params={"stop": ["a", "\ud800"]})
+
+
 def test_a_guide_goes_to_the_engine_as_type_and_text():
     regex = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+"}
     assert prepare(text="a", params=regex).guide == Guide("regex", "a+")

@@ -27,6 +27,30 @@ def test_logprobs_are_a_count_or_a_switch_beside_a_count(given, expected):
 
 
 @pytest.mark.parametrize(
+    ("before", "off", "names"),
+    [
+        (
+            {"guided_regex": "a+"},
+            {"response_format": {"type": "text"}},
+            ("guided_decoding_guide", "guided_decoding_guide_type"),
+        ),
+        ({"guided_decoding_guide_type": "json"}, {"guided_json_object": False}, ("guided_decoding_guide_type",)),
+        ({"logprobs": 3}, {"logprobs": False}, ("logprobs",)),
+    ],
+)
+def test_what_a_later_source_turns_off_is_off(before, off, names):
+    params, _ = split_parameters(coerce_parameters(before) | coerce_parameters(off))
+    assert all(getattr(params, name) is None for name in names)
+    params, _ = split_parameters(coerce_parameters(off) | coerce_parameters(before))
+    assert all(getattr(params, name) is not None for name in names)
+
+
+def test_a_guide_counts_beside_a_spelling_that_asks_for_none():
+    given = {"response_format": {"type": "text"}, "guided_regex": "a+"}
+    assert SamplingParams.from_mapping(given).guided_decoding_guide == "a+"
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"top_logprobs": 3}, "top_logprobs: 0 unless logprobs is true, got 3"),

@@ -53,6 +53,8 @@ def tagged(*, required=("kind", "size")):
 
 HONOURED = [
     tagged(),
+    tagged(required=("size",)),
+    {"type": "string", "format": "password", "maxLength": 9},
     {"oneOf": [{"enum": [1, "a"]}, {"const": "b"}, {"type": "object", "maxProperties": 0}]},
     PERSON,
     LIST,
@@ -115,7 +117,7 @@ def test_every_text_of_a_schema_validates(schema):
         ({"type": "object", "properties": {"\x7f": {}}}, "control characters"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"oneOf": [{"enum": [1, 2]}, {"const": 1.0}]}, "oneOf"),
-        (tagged(required=("size",)), "oneOf"),
+        ({"oneOf": [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}]}, "oneOf"),
         ({"type": "foo"}, "Invalid type: foo"),
         ([], "a schema is an object or a boolean"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+ANY_STRING = ("password", "binary", "path", "file-path", "directory-path")  # tell people, not what may be in the text
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 
 _YEAR = r"(?:000[1-9]|00[1-9]\d|0[1-9]\d\d|[1-9]\d{3})"
@@ -20,8 +21,10 @@ _BESIDE: dict[str, dict[str, Any]] = {
 
 
 def settle_format(node: dict[str, Any]) -> None:
-    """Adds to a schema, in place, what its format leaves out: a date is in the calendar (years 0001 to 9999), a second
-    below 60, a host's name at most 253 characters long."""
+    """Drops, in place, a format that any string has, and adds what others leave out: a date is in the calendar (years
+    0001 to 9999), a second below 60, a host's name at most 253 characters long."""
+    if node.get("format") in ANY_STRING:
+        del node["format"]
     format_, others = node.get("format"), node.get("allOf", [])
     if isinstance(format_, str) and format_ in _BESIDE and isinstance(others, list):
         node["allOf"] = [*others, _BESIDE[format_]]

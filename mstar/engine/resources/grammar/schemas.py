@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from mstar.engine.resources.grammar.bounds import settle_bounds
-from mstar.engine.resources.grammar.formats import FORMATS, settle_format
+from mstar.engine.resources.grammar.formats import ANY_STRING, FORMATS, settle_format
 from mstar.engine.resources.grammar.unions import settle_one_of
 from mstar.utils.errors import shorten
 
@@ -61,7 +61,11 @@ def settle_schema(schema: Any) -> None:
 def _check_keywords(node: Mapping[str, Any]) -> None:
     type_ = node.get("type", "string")
     format_ = node.get("format")
-    if format_ is not None and "string" in (type_ if isinstance(type_, list) else [type_]) and format_ not in FORMATS:
+    if (
+        format_ is not None
+        and "string" in (type_ if isinstance(type_, list) else [type_])
+        and format_ not in (*FORMATS, *ANY_STRING)
+    ):
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {shorten(format_)}")
     step = node.get("multipleOf", 1)
     if isinstance(step, int | float) and step <= 0:

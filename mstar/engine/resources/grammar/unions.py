@@ -24,8 +24,28 @@ def settle_one_of(node: dict[str, Any], resolve: Resolve) -> None:
     if not isinstance(options, list) or "anyOf" in node or len(options) > _MOST_COMPARED:
         return
     seen = [_resolved(option, resolve) for option in options]
-    if all(_exclude_each_other(one, other, resolve) for one, other in combinations(seen, 2)):
+    if all(_exclude_each_other(one, other, resolve) for one, other in combinations(seen, 2)) or _requires_tag(
+        seen, resolve
+    ):
         node["anyOf"] = node.pop("oneOf")
+
+
+def _requires_tag(options: list[Any], resolve: Resolve) -> bool:
+    """Requires, in place, the property whose values tell all options apart, if they have one that may be left out.
+
+    Generators of schemas leave out of ``required`` what has a default.  Texts with the tag are of one option alone.
+    """
+    if not all(isinstance(option, dict) and _types_of(option) == {"object"} for option in options):
+        return False
+    tags = [_tags_of(option, resolve, option.get("properties")) for option in options]
+    for name in tags[0]:
+        if all(name in each for each in tags) and all(_differ(a[name], b[name]) for a, b in combinations(tags, 2)):
+            for option in options:
+                required = option.setdefault("required", [])
+                if isinstance(required, list) and name not in required:
+                    required.append(name)
+            return True
+    return False
 
 
 def _resolved(schema: Any, resolve: Resolve) -> Any:
@@ -47,7 +67,7 @@ def _exclude_each_other(one: Any, other: Any, resolve: Resolve) -> bool:
         return True
     if types != ({"object"}, {"object"}):
         return False
-    tags = _tags_of(one, resolve), _tags_of(other, resolve)
+    tags = _tags_of(one, resolve, one.get("required")), _tags_of(other, resolve, other.get("required"))
     return any(_differ(tags[0][name], tags[1][name]) for name in tags[0].keys() & tags[1].keys())
 
 
@@ -68,12 +88,12 @@ def _literals_of(schema: Any) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _tags_of(schema: Mapping[str, Any], resolve: Resolve) -> dict[str, list[Any]]:
-    """Its required properties of few values, with these."""
-    required, named = schema.get("required"), schema.get("properties")
-    if not isinstance(required, list) or not isinstance(named, dict):
+def _tags_of(schema: Mapping[str, Any], resolve: Resolve, names: Any) -> dict[str, list[Any]]:
+    """Those of its properties ``names`` that are of few values, with these."""
+    named = schema.get("properties")
+    if not isinstance(names, list | dict) or not isinstance(named, dict):
         return {}
-    tags = {name: _literals_of(_resolved(named.get(name), resolve)) for name in required if isinstance(name, str)}
+    tags = {name: _literals_of(_resolved(named.get(name), resolve)) for name in names if isinstance(name, str)}
     return {name: values for name, values in tags.items() if values is not None}
 
 
