@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mstar.engine.resources.grammar.config import GUIDE_KINDS, MAX_GUIDE_BYTES
 from mstar.runtime.json_text import DuplicateKey, parse_json
-from mstar.runtime.param_table import FIELDS, GUIDE_TYPES, MAX_GUIDE_BYTES
+from mstar.runtime.param_table import FIELDS
 from mstar.utils.errors import InvalidArgument, Unsupported
 
 TYPE, GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
@@ -22,7 +23,7 @@ def check_guide(kind: str | None, text: str | None) -> str | None:
     """The guide as the engine takes it: its text, None where the type needs none.
 
     Args:
-        kind: one of :data:`GUIDE_TYPES`.
+        kind: one of :data:`GUIDE_KINDS`.
         text: the guide; an empty one counts as none.
 
     Raises:
@@ -31,7 +32,7 @@ def check_guide(kind: str | None, text: str | None) -> str | None:
     """
     if kind is None:
         if text:
-            raise InvalidArgument(TYPE, "one of " + ", ".join(GUIDE_TYPES) + " beside " + GUIDE, "none")
+            raise InvalidArgument(TYPE, "one of " + ", ".join(GUIDE_KINDS) + " beside " + GUIDE, "none")
         return None
     if kind == "json":
         if text:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mstar.conductor.request import MAX_LOGPROBS
+from mstar.engine.resources.grammar.config import GUIDE_KINDS, MAX_GUIDE_BYTES
 from mstar.runtime.fields import FLOAT32_MAX, INT32_MAX, INT64_MAX, Field
 
-MAX_GUIDE_BYTES = 256 * 1024
 MAX_REPETITION_WINDOW = 1024  # what the samplers of the text models have room for
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "choice")
 
 SAMPLING_PARAMETERS: tuple[Field, ...] = (
     Field(
@@ -220,7 +219,7 @@ SAMPLING_PARAMETERS: tuple[Field, ...] = (
     Field(
         name="guided_decoding_guide_type",
         kind="str",
-        choices=GUIDE_TYPES,
+        choices=GUIDE_KINDS,
         doc="What the whole text must be: json (any object), json_schema, regex, ebnf_grammar or choice.",
     ),
     Field(

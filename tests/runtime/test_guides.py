@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mstar.runtime.param_table import MAX_GUIDE_BYTES
+from mstar.engine.resources.grammar.config import MAX_GUIDE_BYTES
 from mstar.runtime.params import SamplingParams, coerce_parameters
 from mstar.utils.errors import InvalidArgument, Unsupported
 

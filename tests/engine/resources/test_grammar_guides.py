@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mstar.engine.resources.grammar import compiled as module
 from mstar.engine.resources.grammar.compiled import CompiledGrammars
-from mstar.engine.resources.grammar.guides import MAX_GUIDE_BYTES
+from mstar.engine.resources.grammar.config import MAX_GUIDE_BYTES
 from tests.engine.resources.grammars import FIRST_BYTE, TOKENIZER, VOCAB, accepts, allowed, byte_id, compiled, word_id
 
 

@@ -115,7 +115,7 @@ def test_a_step_that_is_told_of_whole_is_kept_from_later_edits_too():
     session, logits = Session(), torch.arange(2.0 * VOCAB).view(2, VOCAB)
     raw = logits.clone()
     session.logprobs.plan(STEP, session.context([], padding=2))
-    session.logprobs._planned.asking = _Asking(0, np.arange(2), None, torch.tensor([2, -1]), 2)  # as devices ask
+    session.logprobs._planned.asking = _Asking(None, torch.tensor([2, -1]), 2)  # as devices ask
     session.logprobs.observe(logits)
     logits.fill_(-torch.inf)
     rows = list(zip(*session.logprobs.of(torch.tensor([4, 5])).values(), strict=True))

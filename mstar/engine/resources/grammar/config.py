@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from mstar.engine.resources.base import Resource
 
 
+GUIDE_KINDS = ("json", "json_schema", "regex", "ebnf_grammar", "choice")
+MAX_GUIDE_BYTES = 256 << 10
+
+
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
     """``pieces[i]``: the bytes that token ``i`` adds to a text, empty where it adds none.  ``special_ids`` stand for no
@@ -39,7 +43,7 @@ class GrammarSpec(NodeResourceSpec):
 
 @dataclass(frozen=True)
 class GrammarReqConfig(ResourceReqConfig):
-    """``kind``: json, json_schema, regex, ebnf_grammar or choice; None without a grammar.  ``stop_ids`` end the text
+    """``kind``: one of :data:`GUIDE_KINDS`, None without a grammar.  ``stop_ids`` end the text
     too where the grammar lets it end; with ``ignore_eos`` the end-of-sequence ids do not."""
 
     kind: str | None = None

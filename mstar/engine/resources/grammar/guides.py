@@ -19,11 +19,11 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from mstar.engine.resources.grammar.config import GUIDE_KINDS, MAX_GUIDE_BYTES
 from mstar.engine.resources.grammar.ebnf import lark_of
 from mstar.engine.resources.grammar.schemas import settle_schema
 from mstar.utils.errors import shorten
 
-MAX_GUIDE_BYTES = 256 << 10
 MAX_NESTING = 100  # brackets within brackets of a guide written as JSON
 
 _JSON_OPTIONS = {
@@ -49,7 +49,7 @@ def grammar_of(kind: str, text: str) -> str:
     """
     make = _MAKERS.get(kind)
     if make is None:
-        raise ValueError(f"guided_decoding_guide_type: one of {', '.join(_MAKERS)}, got {shorten(kind)}")
+        raise ValueError(f"guided_decoding_guide_type: one of {', '.join(GUIDE_KINDS)}, got {shorten(kind)}")
     if (size := len(text.encode("utf-8", "surrogatepass"))) > MAX_GUIDE_BYTES:
         raise ValueError(f"guided_decoding_guide: at most {MAX_GUIDE_BYTES} bytes, got {size}")
     if any("\ud800" <= char <= "\udfff" for char in text):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,6 +11,7 @@ import torch
 
 from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo, Resource
+from mstar.engine.resources.compositions import Compositions
 from mstar.engine.resources.logit_edits.batch_edits import BatchEdits, Floor, LiveRow
 from mstar.engine.resources.logit_edits.config import LogitEditsReqConfig, LogitEditsSpec, LogitEditsStep
 from mstar.engine.resources.logit_edits.recent_tokens import RecentTokens
@@ -19,26 +19,6 @@ from mstar.engine.resources.logit_edits.row_edits import RowEdits
 from mstar.engine.resources.logit_edits.token_counts import TokenCounts
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.resources.step import ResourceStep, StepContext
-
-_MOST_KNOWN = 4  # compositions that take turns: a few walks, rows that sit out every second step
-
-
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """The edits of a batch composition, and what they were laid out for."""
-
-    version: int
-    rows: np.ndarray
-    request_ids: Sequence[int]
-    kept: Collection[int] | None
-    edits: BatchEdits
-
-    def holds(self, version: int, ctx: StepContext, kept: Collection[int] | None) -> bool:
-        if self.version != version:
-            return False
-        if self.rows is ctx.rows and self.request_ids is ctx.request_ids and self.kept is kept:
-            return True
-        return self.request_ids == ctx.request_ids and self.kept == kept and np.array_equal(self.rows, ctx.rows)
 
 
 @dataclass
@@ -68,7 +48,7 @@ class LogitEdits(Resource):
         self._counts = TokenCounts(info.total_rows, spec.vocab_size, info.device)
         self._row_of: dict[int, int] = {}
         self._version = 0  # moves whenever a row's edits do
-        self._known: deque[_Known] = deque(maxlen=_MOST_KNOWN)
+        self._known: Compositions[BatchEdits] = Compositions()
         self._none = BatchEdits((), self._vocab, self._recent, self._counts, self._device)
         self._planned: _PlannedStep | None = None
 
@@ -144,10 +124,10 @@ class LogitEdits(Resource):
         self._planned = None
 
     def _edits_of(self, ctx: StepContext, kept: Collection[int] | None) -> BatchEdits:
-        edits = next((each.edits for each in self._known if each.holds(self._version, ctx, kept)), None)
+        composition = self._version, ctx.rows, ctx.request_ids, kept
+        edits = self._known.find(*composition)
         if edits is None:
-            edits = self._laid_out(ctx, kept)
-            self._known.appendleft(_Known(self._version, ctx.rows, ctx.request_ids, kept, edits))
+            edits = self._known.keep(self._laid_out(ctx, kept), *composition)
         if edits.penalized_rows.size:
             self._counts.settle(int(self._kept[edits.penalized_rows].max()))
         return edits

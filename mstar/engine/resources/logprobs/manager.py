@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,6 +11,7 @@ import torch
 
 from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo, Resource
+from mstar.engine.resources.compositions import Compositions
 from mstar.engine.resources.logprobs.config import LogprobsReqConfig, LogprobsSpec, LogprobsStep
 from mstar.engine.resources.logprobs.prompts import Prompts, PromptStep
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
@@ -24,22 +24,16 @@ from mstar.utils.errors import shorten
 
 _SLICE = 64  # prompt positions whose logits exist at once
 _NOTHING = LogprobsReqConfig()
-_MOST_KNOWN = 4  # compositions of a batch that take turns
 
 
 @dataclass(frozen=True, eq=False)
 class _Asking:
     """Which rows of a batch composition ask: ``index`` int64 [m] are their places, and None is all.  ``num_top`` int64
-    [m]."""
+    [m], of which ``most`` is the largest."""
 
-    version: int
-    rows: np.ndarray
     index: torch.Tensor | None
     num_top: torch.Tensor
     most: int
-
-    def holds(self, version: int, rows: np.ndarray) -> bool:
-        return self.version == version and (self.rows is rows or np.array_equal(self.rows, rows))
 
 
 @dataclass
@@ -65,7 +59,7 @@ class Logprobs(Resource):
         self._prompts = Prompts(info.total_rows)
         self._row_of: dict[int, int] = {}
         self._version = 0  # moves whenever a row's number does
-        self._known: deque[_Asking] = deque(maxlen=_MOST_KNOWN)
+        self._known: Compositions[_Asking] = Compositions()
         self._untold: dict[int, dict[str, torch.Tensor]] = {}  # by rows: of steps that nobody asks about
         self._planned: _PlannedStep | None = None
 
@@ -192,16 +186,15 @@ class Logprobs(Resource):
     def _asking_of(self, ctx: StepContext) -> _Asking:
         if ctx.slot_lease is not None and self._device.type != "cpu":
             num_top = self._num_top_of_step.put(self._num_top[ctx.rows], ctx.slot_lease)
-            return _Asking(self._version, ctx.rows, None, num_top, self._max_top)
-        for known in self._known:
-            if known.holds(self._version, ctx.rows):
-                return known
+            return _Asking(None, num_top, self._max_top)
+        known = self._known.find(self._version, ctx.rows)
+        if known is not None:
+            return known
         num_top = self._num_top[ctx.rows]
         places = np.flatnonzero(num_top >= 0)
         index, wanted = (torch.from_numpy(column).to(self._device) for column in (places, num_top[places]))
-        asking = _Asking(self._version, ctx.rows, index, wanted, int(num_top.max(initial=-1)))
-        self._known.appendleft(asking)
-        return asking
+        asking = _Asking(index, wanted, int(num_top.max(initial=-1)))
+        return self._known.keep(asking, self._version, ctx.rows)
 
     def _of_nobody(self, rows: int) -> dict[str, torch.Tensor]:
         untold = self._untold.get(rows)
