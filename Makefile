@@ -1,9 +1,11 @@
 # What a user or developer of mstar runs. `make help` lists it.
 PYTHON ?= python3
 VENV := .venv/bin
+GPU_PYTHON ?= $(PYTHON)
+GPU_TESTS = $(shell grep -rl --include='*.py' 'mark\.gpu' tests | sed 's|/conftest.py$$||' | sort -u)
 PORTS ?= --http-port 8000 --grpc-port 8001 --metrics-port 8002
 
-.PHONY: help demo serve test check format bench perf clean python env test-env
+.PHONY: help demo serve test test-gpu check format bench perf clean python env test-env
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -16,6 +18,9 @@ serve: env ## Start a server on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics); 
 
 test: test-env ## All tests, real servers included
 	@$(VENV)/python -m pytest $(PYTEST_FLAGS)
+
+test-gpu: ## Tests that need an NVIDIA GPU, under GPU_PYTHON: a Python (python3) whose torch has CUDA
+	@$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_FLAGS)
 
 check: test-env ## Lint and types
 	$(VENV)/ruff check .

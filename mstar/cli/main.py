@@ -22,13 +22,27 @@ class BenchGroup(LazyGroup):
     targets = {name: f"mstar.cli.bench.{name}:{name}" for name in ("host", "offline", "sampler", "serve")}
 
 
+class KernelsGroup(LazyGroup):
+    """The commands under ``mstar kernels``."""
+
+    targets = {"build": "mstar.cli.kernels:build", "list": "mstar.cli.kernels:list_kernels"}
+
+
 app = typer.Typer(cls=MstarGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench = typer.Typer(cls=BenchGroup, no_args_is_help=True, help="Measure what the engine or a running server delivers.")
+
+
+kernels = typer.Typer(cls=KernelsGroup, no_args_is_help=True, help="Compile GPU kernels ahead, and list them.")
 
 
 @bench.callback()
 def measure() -> None:
     """Measure what the engine or a running server delivers."""
+
+
+@kernels.callback()
+def compile_ahead() -> None:
+    """Compile GPU kernels ahead, and list them."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,4 +64,5 @@ def main(
 app.command("serve", context_settings=CONTEXT_SETTINGS)(serve)
 app.command("generate")(generate)
 app.add_typer(bench, name="bench")
+app.add_typer(kernels, name="kernels")
 app.add_typer(repository.app, name="repository")

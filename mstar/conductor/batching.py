@@ -72,6 +72,10 @@ class Batcher:
             self._steady = table.version, pick
         return pick
 
+    def steady(self, table: RowTable) -> Pick | None:
+        """The pick of all ready rows that was made since anything last changed; None where there is none."""
+        return self._steady[1] if table.version == self._steady[0] else None
+
     def ran(self, table: RowTable, pick: Pick) -> None:
         """The pick was launched: others come first now."""
         for state in pick.lane.states:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -39,9 +40,11 @@ class Conductor:
     A request joins when a row and its pages are free, in order of arrival; it leaves at a step's end.  Every
     accepted request ends exactly once: in a report's rows, in its failures, or by :meth:`finish`.
 
-    With ``limits.run_ahead`` a step is launched before the tokens of the one before have come, so at most two are in
-    the device's queue.  A request that turns out to have ended runs along once more; that token is dropped.  A request
-    under a grammar needs its token on the host before its next step, so beside others it runs every second one.
+    With ``limits.run_ahead`` a step is launched before the tokens of the one before have come, so two are in the
+    device's queue; and up to ``limits.max_steps_ahead`` before that while nobody waits and the engine needs nothing of
+    the host for them.  A request that turns out to have ended runs along in the steps that were launched; those tokens
+    are dropped.  A request under a grammar needs its token on the host before its next step, so beside others it runs
+    every second one.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Conductor:
         stops = StopCheck(limits.vocab_size, model.eos_ids, engine.accept_tokens, self._deadlines)
         self._steps = Steps(engine, self._table, transitions, self._departures, self.counters, self._outbox)
         self._landing = Landing(engine, self._table, stops, self._departures, self.counters, self._outbox)
-        self._in_flight: Flight | None = None
+        self._flights: deque[Flight] = deque()  # launched and not landed, oldest first
         self._plans_ahead = knobs.pre_plan_spec()
         self._ids = itertools.count()
         self._is_draining = False
@@ -98,7 +101,7 @@ class Conductor:
 
     def has_work(self) -> bool:
         """Whether :meth:`step` would do or report anything; true while a step is in flight, or a request prepared."""
-        return bool(self._table.num_running or len(self._lobby) or self._outbox or self._in_flight is not None)
+        return bool(self._table.num_running or len(self._lobby) or self._outbox or self._flights)
 
     def drain(self) -> None:
         """Refuses new requests from now on; those accepted go on."""
@@ -188,30 +191,54 @@ class Conductor:
             self._expire()
         self._lobby.take_prepared()
         self._join()
-        before, self._in_flight = self._in_flight, None
-        launched = self._launch()
-        if before is not None:
-            self._landing.land(before)
-            if launched is None and self._table.waits_for_host.count:
-                launched = self._launch()  # of rows that waited for what has landed
-        if launched is not None:
-            self._steps.settle(launched)  # a row it failed for may have ended well in the step before
-            if launched.handle is not None:
-                if self.limits.run_ahead:
-                    self._in_flight = launched
-                else:
-                    self._landing.land(launched)
+        flights, ahead = self._flights, self._steps_ahead()
+        num_before = len(flights)
+        goes_on = num_before <= ahead and self._launch()
+        while goes_on and 1 < ahead >= len(flights):
+            goes_on = self._launch()
+        self._settle()
+        is_idle = len(flights) <= num_before
+        if flights and (is_idle or len(flights) > ahead):
+            self._landing.land(flights.popleft())
+            if is_idle and self._table.waits_for_host.count:
+                self._launch()  # of rows that waited for what has landed
+            self._settle()
         if self._plans_ahead:
             self._plan_ahead()
         return self._outbox.take()
 
-    def _launch(self) -> Flight | None:
+    def _steps_ahead(self) -> int:
+        """How many steps may be in flight when a call returns."""
+        if not self.limits.run_ahead:
+            return 0
+        most = self.limits.max_steps_ahead
+        if most > 1 and not (len(self._lobby) or self._table.waits_for_host.count):
+            pick = self._batcher.steady(self._table)
+            if pick is not None and self._engine.can_queue(pick.batch):
+                return most
+        return 1
+
+    def _settle(self) -> None:
+        """Deals with what the oldest step could not run, once all before it have landed: a row it failed for may have
+        ended well in one of them."""
+        while self._flights and not self._flights[0].is_settled:
+            self._steps.settle(self._flights[0])
+            if self._flights[0].handle is not None:
+                return
+            self._flights.popleft()
+
+    def _launch(self) -> bool:
+        """Whether a whole step was launched; nothing is behind one that is yet to be settled."""
+        if self._flights and not self._flights[-1].is_settled:
+            return False
         pick = self._batcher.pick(self._table)
         self._engine.clock.mark("schedule")
         if pick is None:
-            return None
+            return False
         self._batcher.ran(self._table, pick)
-        return self._steps.launch(pick)
+        flight = self._steps.launch(pick)
+        self._flights.append(flight)
+        return flight.is_settled
 
     def _plan_ahead(self) -> None:
         """Has the engine plan what the next call launches, should nothing change until then."""
@@ -224,8 +251,8 @@ class Conductor:
         now, table = self._deadlines.now_ns(), self._table
         queued = self._lobby.expire(now)
         late = (table.deadline_ns <= now).nonzero()[0]
-        if self._in_flight is not None:
-            late = np.setdiff1d(late, self._in_flight.rows)
+        for flight in self._flights:
+            late = np.setdiff1d(late, flight.rows)
         for row in late.tolist():
             self._departures.end(row, FinishReason.TIMEOUT)
         self._deadlines.reset(min(queued, default=NEVER), int(table.deadline_ns.min()))

@@ -18,7 +18,8 @@ class Limits:
 
     ``max_queued_tokens`` 0 is no bound; it counts prompt tokens.  ``max_batch_tokens`` bounds the prompt tokens of
     one step, unless a single prompt is longer.  ``run_ahead`` launches a step before the tokens of the one before
-    are on the host; ``mixed_steps`` runs prompts beside rows that generate, where the model has a walk for it.
+    are on the host, ``max_steps_ahead`` of them where all they need is on the device; ``mixed_steps`` runs prompts
+    beside rows that generate, where the model has a walk for it.
     """
 
     max_running_requests: int
@@ -28,6 +29,7 @@ class Limits:
     vocab_size: int
     max_queued_tokens: int = 0
     run_ahead: bool = False
+    max_steps_ahead: int = 1
     mixed_steps: bool = False
 
     def refusal(self, num_waiting: int, num_tokens: int) -> str | None:

@@ -30,6 +30,7 @@ class Flight:
 
     ``is_last`` bool [n]: no step of the row follows; None where that is true of nobody.  ``handle`` is None when
     nothing runs: then ``refused`` or ``errors`` says why.  ``num_left``: departures before the launch.
+    ``is_settled``: there is nothing (more) to be done about what could not run.
     """
 
     rows: np.ndarray
@@ -39,6 +40,7 @@ class Flight:
     handle: InFlight | None = None
     refused: AdmitOutcome | None = None
     errors: Mapping[int, Exception] = field(default_factory=dict)
+    is_settled: bool = True
 
 
 class Steps:
@@ -74,8 +76,10 @@ class Steps:
         except Exception as error:
             log.exception("%s/%s: a step of %d rows failed", pick.batch.node, pick.batch.graph_walk, pick.rows.size)
             flight.errors = dict.fromkeys(pick.batch.request_ids, error)
+            flight.is_settled = False
             return flight
         flight.refused, flight.errors = handle.refused, handle.errors
+        flight.is_settled = bool(handle.request_ids) and not handle.errors
         if handle.request_ids:
             if len(handle.request_ids) != pick.rows.size:  # some rows failed or were skipped
                 flight.request_ids = np.array(handle.request_ids, np.int64)
@@ -120,7 +124,8 @@ class Steps:
         table.move(rows[flight.is_last], IDLE)
 
     def settle(self, flight: Flight) -> None:
-        """Deals with what a launch could not run, once no other step is in flight."""
+        """Deals with what a launch could not run, once no earlier step is in flight."""
+        flight.is_settled = True
         if flight.errors:
             self._departures.fail_all(flight.errors)
         if flight.refused is not None and flight.handle is None:

@@ -14,6 +14,7 @@ import torch
 from mstar.engine.accelerator_graph_backend import CapturedGraph, Forward, GraphBackend
 from mstar.engine.accelerator_graph_config import AcceleratorGraphConfig
 from mstar.engine.bucket_table import BucketTable, CGSlotSpec, batch_sizes
+from mstar.engine.capture_costs import CaptureCosts
 from mstar.engine.capture_memory import CaptureBudget
 from mstar.engine.compile_mode import compile_mode_override, resolve_compile_mode
 from mstar.engine.dummy_step import DummyStep
@@ -74,6 +75,7 @@ class AcceleratorGraphRunner(BucketTable):
         super().__init__(node, configs, num_slots)
         self.name = node
         self.dropped_buckets: list[BucketKey] = []
+        self.capture_costs = CaptureCosts(backend)
         self._device_type = device.type
         self._submodule = submodule
         self._backend = backend
@@ -128,7 +130,9 @@ class AcceleratorGraphRunner(BucketTable):
                 made = len(self._captures.get(spec.bucket, ()))
                 # A bucket that lost a slot is not tried any further.
                 if made == spec.slot and (spec.slot > 0 or budget.allows((self.name, spec.bucket))):
-                    self._try(spec, self._capture)
+                    with self.capture_costs.of(spec.bucket):
+                        self._try(spec, self._capture)
+        self.capture_costs.tell(self.node)
         self._captures = {key: slots for key, slots in self._captures.items() if len(slots) == self.num_slots}
         self.registered = self._captures.keys()
         self.dropped_buckets = [key for key in self.buckets if key not in self._captures]

@@ -59,7 +59,8 @@ class Engine:
 
     A step is launched (:meth:`launch`) and its host values collected later (:meth:`collect`); a launched step has
     committed, so the next one may be launched or planned ahead (:meth:`pre_plan`) before the first is collected.  A
-    slot that recurs is waited for: with two slots, two steps of a node are in flight at most.
+    slot that recurs is waited for, so with two slots two steps of a node are in flight, or more where they leave the
+    slots' buffers as they are (:meth:`can_queue`).
 
     ``steps`` counts steps by (node, walk), ``eager_steps`` those that no captured bucket served by
     (node, walk, reason); ``counters``: ``staged``, ``promoted`` and ``cleared`` plans, ``retried_steps``, and
@@ -277,6 +278,11 @@ class Engine:
         """
         self._planner.settle()
         return self._launcher.launch(batch)
+
+    def can_queue(self, batch: Batch) -> bool:
+        """Whether a further step of this batch, whose last launch was of the same rows, needs nothing of the host: it
+        may be launched however many are in flight."""
+        return self._launcher.can_queue(batch)
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Waits for a launched step's host values, padding cut off.  Asked again, it answers the same."""

@@ -70,7 +70,8 @@ class Execution:
         """
         owner, node, planned, ctx = self._owner, self._node, self._planned, self._ctx
         try:
-            node.wait_for_slot(ctx.slot)
+            if planned.step is None or not owner.step_runner.repeats(planned.step, ctx):
+                node.wait_for_slot(ctx.slot)
             try:
                 if planned.step is not None:
                     owner.step_runner.plan(planned.step, ctx, promoted)

@@ -73,6 +73,15 @@ class Launcher:
             self._planner.start(node, prepared)
         self._executor.clock.mark("plan")
 
+    def can_queue(self, batch: Batch) -> bool:
+        """As :meth:`mstar.engine.engine.Engine.can_queue`."""
+        node = self._nodes[batch.node]
+        prepared = self._kept(node, batch)
+        planned = None if prepared is None else prepared.by_slot.get(node.slot)
+        if planned is None or planned.step is None or planned.engine_inputs is None:
+            return False
+        return self._executor.step_runner.repeats(planned.step, planned.engine_inputs.ctx)
+
     def _check_rows(self, batch: Batch) -> None:
         missing = self._requests.missing(batch.infos, batch.request_ids)
         if missing is not None:

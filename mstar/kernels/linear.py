@@ -145,6 +145,18 @@ class PackedLinear:
         """What runs: "panel" or "torch"."""
         return "torch" if self._kernel is None else "panel"
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in], for kernels that fuse more than the product.  Backend "torch" only."""
+        assert self._kernel is None, "packed in panels"
+        return self._weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[out].  Backend "torch" only."""
+        assert self._kernel is None, "packed in panels"
+        return self._bias
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [n, in] of the layer's dtype and device, any strides -> a new [n, out].
 

@@ -1,7 +1,7 @@
 """What a request's own history does to its logits before they are sampled: penalties, and the floor under its length.
 
-Tensor operations of fixed shape, which a captured step can hold.  All work on fp32 logits [B, V] and depend on a
-row's own values alone.
+Tensor operations on fp32 logits [B, V] that depend on a row's own values alone: the reference of the forms that
+`kernels/cpu` and `kernels/cuda` have of them.
 """
 
 from __future__ import annotations

@@ -15,18 +15,19 @@ from mstar.engine.inputs import ARNodeInputs
 from mstar.model.text_rows import LOOPBACK, prompt_row
 from mstar.model.text_sampling import VARIANTS
 
-SMALLEST_PREFILL = 32  # tokens
+SMALLEST_PREFILL = 64  # tokens
+FEW_ROWS = 16  # of a packed step: a row past the real ones costs its logits and its draw
 
 
 def text_graph_configs(
     device: torch.device, max_rows: int, max_tokens: int, decode_sizes: tuple[int, ...] = ()
 ) -> list[AcceleratorGraphConfig]:
     """Captures of ``decode`` (equal rows of one token), and of ``prefill`` and ``mixed`` (ragged rows on one token
-    axis), which share theirs; each in every variant of sampling on the CPU, whose replays may read the host.  Elsewhere
-    steps of the full variant run eager.
+    axis), which share theirs; each in every variant of sampling.
 
     On the CPU every padded row costs its arithmetic: decode has a dense ladder, and packed steps, which run over
-    the real tokens of their bucket there, need one bucket only.
+    the real tokens of their bucket there, need one bucket only.  On a GPU the layers are kernels of our own already,
+    so nothing is compiled, and a packed bucket's rows cost little beside its tokens.
 
     Args:
         max_rows: rows of the largest step.
@@ -36,13 +37,13 @@ def text_graph_configs(
     on_cpu = device.type == "cpu"
     ladder = sorted({min(size, max_rows) for size in decode_sizes})
     if not ladder:
-        ladder = dense_ladder(max_rows) if on_cpu else doubling_ladder(1, max_rows)
+        ladder = dense_ladder(max_rows) if on_cpu else coarse_ladder(max_rows)
     largest = max_tokens + max_rows
-    lengths = [largest] if on_cpu else doubling_ladder(min(SMALLEST_PREFILL, largest), largest)
-    rows = [max_rows] if on_cpu else doubling_ladder(1, max_rows)
+    lengths = [largest] if on_cpu else token_ladder(min(SMALLEST_PREFILL, largest), largest)
+    rows = [max_rows] if on_cpu else sorted({min(FEW_ROWS, max_rows), max_rows})
     return [
         config
-        for variant in (VARIANTS if on_cpu else VARIANTS[:1])
+        for variant in VARIANTS
         for config in (_decode_config(ladder, variant), _packed_config(lengths, rows, variant))
     ]
 
@@ -53,6 +54,7 @@ def _decode_config(batch_sizes: list[int], variant: str | None) -> AcceleratorGr
         capture_graph_walk="decode",
         single_request_inputs=ARNodeInputs({LOOPBACK: last_token}, input_seq_len=1, walk="decode"),
         additional_key_info=variant,
+        compile=False,
         capture_batch_sizes=batch_sizes,
     )
 
@@ -65,6 +67,7 @@ def _packed_config(lengths: list[int], batch_sizes: list[int], variant: str | No
         capture_token_lengths=lengths,
         make_node_input=lambda length: prompt_row(np.zeros(length, np.int64), "prefill"),
         token_layout=decode_rows_then_prompt,
+        compile=False,
         capture_batch_sizes=batch_sizes,
     )
 
@@ -76,9 +79,16 @@ def dense_ladder(largest: int) -> list[int]:
     )
 
 
-def doubling_ladder(smallest: int, largest: int) -> list[int]:
-    """``smallest`` doubled up to ``largest``, which is always the last."""
-    sizes = [smallest]
-    while sizes[-1] * 2 < largest:
-        sizes.append(sizes[-1] * 2)
-    return sorted({*sizes, largest})
+def coarse_ladder(largest: int) -> list[int]:
+    """1, 2, 4, every 8th size to 64, every 16th to 128, every 32nd to 256, then every 64th; the largest always."""
+    steps = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, largest, 64))
+    return sorted({*(size for size in steps if size < largest), largest})
+
+
+def token_ladder(smallest: int, largest: int) -> list[int]:
+    """``smallest`` times 1, 1.5, 2, 3, 4, 6, 8 and so on, and ``largest``: at most a third of a step is padding."""
+    sizes, size = {largest}, smallest
+    while size < largest:
+        sizes |= {size, min(size * 3 // 2, largest)}
+        size *= 2
+    return sorted(sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from mstar.kernels.linear import PackedLinear
 from mstar.model.layers.attention import Attention
+from mstar.model.layers.embedding import Embedding, TiedEmbedding
 from mstar.model.layers.mlp import GatedMLP
 from mstar.model.layers.norm import RMSNorm
 
@@ -32,24 +34,32 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, final norm and head: from token ids to the logits of each row's last token."""
+    """Embedding, layers, final norm and head: from token ids to the logits of each row's last token.
 
-    def __init__(self, embedding: nn.Module, layers: list[DecoderLayer], norm: RMSNorm, head: PackedLinear) -> None:
+    ``layers`` are called as :class:`DecoderLayer` is.
+    """
+
+    def __init__(
+        self, embedding: Embedding | TiedEmbedding, layers: Sequence[nn.Module], norm: RMSNorm, head: PackedLinear
+    ) -> None:
         super().__init__()
-        self.embedding, self.layers, self.norm, self.head = embedding, nn.ModuleList(layers), norm, head
+        self.embedding: Embedding | TiedEmbedding = embedding
+        self.layers, self.norm, self.head = nn.ModuleList(layers), norm, head
 
     @property
     def device(self) -> torch.device:
         return self.norm.weight.device
 
-    def forward(self, input_ids: torch.Tensor, attn: Any, rope: Any) -> torch.Tensor:
-        """Logits [rows, vocabulary] of ``input_ids`` int64 [tokens], rows packed one behind the other."""
-        return self.head(self.hidden(input_ids, attn, rope, only_last=True))
+    def forward(self, x: torch.Tensor, attn: Any, rope: Any) -> torch.Tensor:
+        """Logits [rows, vocabulary] of embedded tokens ``x`` [tokens, hidden], rows packed one behind the other."""
+        return self.head(self.hidden(x, attn, rope, only_last=True))
 
-    def hidden(self, input_ids: torch.Tensor, attn: Any, rope: Any, *, only_last: bool) -> torch.Tensor:
-        """What the head reads, of every token [tokens, hidden] or of each row's last alone [rows, hidden]."""
-        x, delta = self.embedding(input_ids), None
-        last = len(self.layers) - 1
+    def hidden(self, x: torch.Tensor, attn: Any, rope: Any, *, only_last: bool) -> torch.Tensor:
+        """What the head reads, of every token [tokens, hidden] or of each row's last alone [rows, hidden].
+
+        ``x`` is overwritten.
+        """
+        delta, last = None, len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             x, delta = layer(x, delta, attn, rope, only_last=only_last and index == last)
         return self.norm(x, delta)

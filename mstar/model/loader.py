@@ -34,13 +34,25 @@ def load_decoder(config: ModelConfig, weights: WeightReader, *, deterministic: b
     """
     packed = functools.partial(PackedLinear, deterministic=deterministic)
     embedding, head = _load_ends(config, weights, packed)
-    layers = [_load_layer(config, weights, index, packed) for index in range(config.num_layers)]
+    make_layer = _layer_of(weights.device, weights.dtype, deterministic)
+    layers = [make_layer(*_load_layer(config, weights, index, packed)) for index in range(config.num_layers)]
     norm = RMSNorm(weights.read("model.norm.weight", config.hidden_size), config.rms_norm_eps)
     weights.finish()
     return Decoder(embedding, layers, norm, head)
 
 
-def _load_ends(config: ModelConfig, weights: WeightReader, packed: MakeLinear) -> tuple[nn.Module, PackedLinear]:
+def _layer_of(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Callable[..., nn.Module]:
+    if device.type == "cuda":
+        from mstar.model.layers.fused import FUSED_DTYPES, FusedDecoderLayer  # needs Triton
+
+        if dtype in FUSED_DTYPES:
+            return functools.partial(FusedDecoderLayer, deterministic=deterministic)
+    return DecoderLayer
+
+
+def _load_ends(
+    config: ModelConfig, weights: WeightReader, packed: MakeLinear
+) -> tuple[Embedding | TiedEmbedding, PackedLinear]:
     """Embedding and head.  A stored head that differs from the embedding wins over the tie, as in transformers."""
     shape = (config.vocab_size, config.hidden_size)
     if config.tie_word_embeddings and HEAD not in weights:
@@ -55,7 +67,10 @@ def _load_ends(config: ModelConfig, weights: WeightReader, packed: MakeLinear) -
     return Embedding(table), packed(stored)
 
 
-def _load_layer(config: ModelConfig, weights: WeightReader, index: int, packed: MakeLinear) -> DecoderLayer:
+def _load_layer(
+    config: ModelConfig, weights: WeightReader, index: int, packed: MakeLinear
+) -> tuple[RMSNorm, Attention, RMSNorm, GatedMLP]:
+    """The parts of one layer, in their order."""
     prefix = f"model.layers.{index}."
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -83,7 +98,7 @@ def _load_layer(config: ModelConfig, weights: WeightReader, index: int, packed: 
         gate_up=linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias),
         down=linear({"mlp.down_proj": hidden}, inner, config.mlp_bias),
     )
-    return DecoderLayer(norm("input_layernorm", hidden), attention, norm("post_attention_layernorm", hidden), mlp)
+    return norm("input_layernorm", hidden), attention, norm("post_attention_layernorm", hidden), mlp
 
 
 def _head_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> HeadNorm:

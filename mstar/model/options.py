@@ -18,6 +18,7 @@ class ModelLoadOptions:
     ``page_size`` is in tokens.  ``kv_dtype`` None follows the weights.  ``max_batch_tokens`` is the most prompt
     tokens of a step that is not one long prompt alone.  ``capture_batch_sizes`` empty takes the device's ladder.
     ``keep_blocks`` keeps quantised weights in their blocks where the device computes from them with the same result.
+    ``load_format`` dummy makes random weights in the config's shapes instead of reading any.
     ``prefix_cache`` keeps pages of finished requests for prompts that begin alike.  ``deterministic`` fixes every
     reduction's order, whatever else is in the batch.
     """
@@ -30,5 +31,6 @@ class ModelLoadOptions:
     max_batch_tokens: int = 2048
     capture_batch_sizes: tuple[int, ...] = ()
     keep_blocks: bool = True
+    load_format: str = "auto"
     prefix_cache: bool = True
     deterministic: bool = False

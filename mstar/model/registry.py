@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from mstar.engine.resources.attention.config import AttentionConfig, AttentionSpec
+from mstar.engine.resources.attention.config import AttentionBackend, AttentionConfig, AttentionSpec
 from mstar.engine.resources.grammar.config import Vocabulary
 from mstar.engine.resources.kv.config import NUM_RESERVED_PAGES, PagedKVConfig, PagedKVSpec
 from mstar.engine.resources.positions.config import PositionConfig, PositionSpec
@@ -42,11 +42,17 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype | None, op
     Raises:
         LoadError: whatever is wrong with the checkpoint or an option; names the file and the tensor, or the option.
     """
-    checkpoint = open_checkpoint(name)
+    return model_of(open_checkpoint(name), device=device, dtype=dtype, options=options)
+
+
+def model_of(
+    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype | None, options: ModelLoadOptions
+) -> EngineModel:
+    """As :func:`load_model`, of an opened checkpoint."""
     config = checkpoint.config
     _check_rope(checkpoint)
     max_seq_len = _max_seq_len(config, options)
-    source = open_tensors(checkpoint)
+    source = open_tensors(checkpoint, device, options.load_format)
     entry = source.entries.get(EMBEDDING)
     dtype = choose_dtype(dtype, None if entry is None else entry.dtype, device)
     weights = WeightReader(source, dtype, device, options.keep_blocks)
@@ -61,13 +67,14 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype | None, op
         decode_sizes=options.capture_batch_sizes,
     )
     return EngineModel(
-        name=name,
+        name=checkpoint.name,
         submodules={NODE: submodule},
         resource_specs=resource_specs(
             config,
             kv_config,
             partial(_vocabulary, checkpoint),
             eos_ids=checkpoint.eos_ids,
+            attention=attention_backend(device, dtype, kv_dtype),
             deterministic=options.deterministic,
         ),
         walks=text_walks(max_seq_len),
@@ -80,6 +87,11 @@ def load_model(name: str, *, device: torch.device, dtype: torch.dtype | None, op
         num_parameters=weights.num_parameters,
         weight_bytes=weights.num_bytes,
     )
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionBackend:
+    """The kernels that find pages and lengths on the device where they can run: captured steps then need no plan."""
+    return AttentionBackend.TRITON if device.type == "cuda" and dtype == kv_dtype else AttentionBackend.SDPA
 
 
 def text_walks(max_seq_len: int) -> list[Walk]:
@@ -96,6 +108,7 @@ def resource_specs(
     vocabulary: Callable[[], Vocabulary],
     *,
     eos_ids: Iterable[int] = (),
+    attention: AttentionBackend = AttentionBackend.SDPA,
     deterministic: bool = False,
 ) -> list[NodeResourceSpec]:
     """The resources of a text model's node."""
@@ -104,10 +117,10 @@ def resource_specs(
         rope_theta=config.rope_theta,
         rope_scaling=None if config.rope_scaling is None else dict(config.rope_scaling),
     )
-    attention = AttentionConfig(sliding_window=config.sliding_window, deterministic=deterministic)
+    attending = AttentionConfig(backend=attention, sliding_window=config.sliding_window, deterministic=deterministic)
     return [
         PagedKVSpec("kv_cache", {NODE}, kv),
-        AttentionSpec("attn", {NODE}, attention),
+        AttentionSpec("attn", {NODE}, attending),
         PositionSpec("rope", {NODE}, rope),
         *sampling_specs({NODE}, config.vocab_size, eos_ids, vocabulary),
     ]

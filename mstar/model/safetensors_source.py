@@ -22,15 +22,16 @@ ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_f
 
 
 class SafetensorsSource(TensorSource):
-    """Reads through the ``safetensors`` library's memory map.
+    """Reads through the ``safetensors`` library's memory map, straight to ``device``: dtypes are converted there.
 
     Raises:
         LoadError: no weights, a missing shard, a file that is malformed or cut short, or a quantised tensor; names
             the file and the tensor.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder = folder
+        self._device = str(device)
         self.entries = {}
         self._files: dict[Path, Any] = {}
         self._shard_of: dict[str, str] = {}
@@ -48,7 +49,7 @@ class SafetensorsSource(TensorSource):
             missing = next(name for name, shard in self._shard_of.items() if shard == path.name)
             raise LoadError(f"{path}: the shard is missing; {INDEX} puts tensor {missing} there")
         try:
-            file = safe_open(str(path), framework="pt")
+            file = safe_open(str(path), framework="pt", device=self._device)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{path}: {_what_is_wrong(path) or f'cannot be read: {error}'}") from None
         self._files[path] = file

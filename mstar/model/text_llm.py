@@ -34,7 +34,9 @@ class TextLLM(ARNodeSubmodule):
 
     Walk ``prefill`` takes a request's prompt, ``decode`` the token that its sampler drew last, ``mixed`` rows of
     both, those of ``decode`` first.  Drawn tokens stay on the device: with ``MSTAR_DEVICE_LOOPBACK`` (read here, once)
-    in the sampler, else as a tensor per row.  Outputs per row: those of :func:`mstar.model.text_sampling.sample`.
+    in the sampler, else as a tensor per row.  With ``MSTAR_INGRAPH_DECODE_TOKENS`` a captured decode step has no
+    inputs: its forward takes the tokens from the sampler.  Outputs per row: those of
+    :func:`mstar.model.text_sampling.sample`.
     """
 
     def __init__(self, decoder: Decoder, *, max_rows: int, max_tokens: int, decode_sizes: tuple[int, ...] = ()) -> None:
@@ -104,7 +106,8 @@ class TextLLM(ARNodeSubmodule):
     ) -> dict[str, torch.Tensor]:
         last_tokens = engine_inputs.resources["sampler"].loopback_tokens if self.reads_device_loopback else None
         if graph_walk == DECODE and last_tokens is not None:
-            return {"input_ids": last_tokens()}
+            in_graph = engine_inputs.resources["sampler"].last_tokens_in_graph() is not None
+            return {} if in_graph else {"input_ids": last_tokens()}
         return {"input_ids": collate(inputs, last_tokens, self.decoder.device)}
 
     def static_inputs(self, graph_walk: str) -> frozenset[str]:
@@ -113,17 +116,25 @@ class TextLLM(ARNodeSubmodule):
     def forward_batched(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, **tensors: Any
     ) -> BatchedModelOutput:
-        resources, ids = engine_inputs.resources, tensors["input_ids"]
+        resources = engine_inputs.resources
         attn, rope = resources["attn"], resources["rope"]
+        x = self._embedded(resources["sampler"], tensors.get("input_ids"))
         variant = variant_of(engine_inputs.ctx.slot_lease)
         of_prompts: dict[int, dict[str, list[torch.Tensor]]] = {}
         if variant == FULL and resources["logprobs"].wants_prompt:
-            hidden = self.decoder.hidden(ids, attn, rope, only_last=False)
+            hidden = self.decoder.hidden(x, attn, rope, only_last=False)
             of_prompts = resources["logprobs"].of_prompts(hidden, self.decoder.head)
             logits = self.decoder.head(attn.last_rows(hidden))
         else:
-            logits = self.decoder(ids, attn, rope)
+            logits = self.decoder(x, attn, rope)
         return BatchedModelOutput(per_rid_outputs=of_prompts, check_stop_buffers=sample(resources, logits, variant))
+
+    def _embedded(self, sampler: Any, ids: torch.Tensor | None) -> torch.Tensor:
+        """Embeddings [tokens, hidden] of ``ids``, or without them of each row's last token."""
+        if ids is not None:
+            return self.decoder.embedding(ids)
+        last_token, index = sampler.last_tokens_in_graph()
+        return self.decoder.embedding.of_last(last_token, index)
 
     def get_accelerator_graph_configs(self, device: torch.device) -> list[AcceleratorGraphConfig]:
         max_rows, max_tokens, decode_sizes = self._shapes

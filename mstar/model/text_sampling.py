@@ -15,7 +15,7 @@ import torch
 from mstar.engine.resources.grammar.config import GrammarSpec, GrammarStep, Vocabulary
 from mstar.engine.resources.logit_edits.config import LogitEditsSpec, LogitEditsStep
 from mstar.engine.resources.logprobs.config import LogprobsSpec, LogprobsStep
-from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep
+from mstar.engine.resources.sampler.config import PlainSamplerStep, SamplerSpec, SamplerStep
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import ResourceStep, SlotLease
 
@@ -55,7 +55,8 @@ def variant_of(lease: SlotLease | None) -> str | None:
 def sampling_steps(sampler: SamplerStep, variant: str | None) -> dict[str, ResourceStep]:
     """What the step asks of the resources behind the head, by their keys."""
     if variant is None:
-        return {"sampler": dataclasses.replace(sampler, apply_penalty=False)}
+        fields = {each.name: getattr(sampler, each.name) for each in dataclasses.fields(sampler)}
+        return {"sampler": PlainSamplerStep(**fields | {"apply_penalty": False})}
     segments = sampler.segments
     return {
         "logprobs": LogprobsStep(segments),
@@ -77,7 +78,7 @@ def sample(resources: Mapping[str, Any], logits: torch.Tensor, variant: str | No
     if variant is None:
         return {NEW_TOKEN: sampler.sample(logits), FAULT: sampler.faults()}
     logprobs, edits = resources["logprobs"], resources["logit_edits"]
-    logprobs.observe(logits)
+    logprobs.observe(logits)  # on a device they stay as they are: edits come in memory of their own
     tokens = sampler.sample(edits.hold_back(resources["grammar"].apply(edits.apply(logits))))
     edits.record(tokens)
     return {NEW_TOKEN: tokens, FAULT: sampler.faults(), **logprobs.of(tokens)}

@@ -10,6 +10,7 @@ import torch
 from mstar.kernels.cpu.panel_formats import BlockRows
 from mstar.kernels.linear import takes_blocks
 from mstar.model.checkpoint import Checkpoint
+from mstar.model.dummy_source import DummySource
 from mstar.model.gguf_source import GGUFSource
 from mstar.model.safetensors_source import SafetensorsSource
 from mstar.model.tensor_source import TensorSource
@@ -20,11 +21,17 @@ CPU = torch.device("cpu")
 SERVED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def open_tensors(checkpoint: Checkpoint) -> TensorSource:
-    """The tensors of an opened checkpoint.  LoadError as the sources."""
+def open_tensors(checkpoint: Checkpoint, device: torch.device = CPU, load_format: str = "auto") -> TensorSource:
+    """The tensors of an opened checkpoint, on their way to ``device``.  LoadError as the sources.
+
+    Args:
+        load_format: dummy opens no weights and makes them up.
+    """
+    if load_format == "dummy":
+        return DummySource(checkpoint)
     if checkpoint.gguf is not None:
         return GGUFSource(checkpoint.gguf, checkpoint.config, checkpoint.family)
-    return SafetensorsSource(checkpoint.path)
+    return SafetensorsSource(checkpoint.path, device)
 
 
 def choose_dtype(asked: torch.dtype | None, stored: torch.dtype | None, device: torch.device) -> torch.dtype:

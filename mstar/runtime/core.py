@@ -14,6 +14,7 @@ from mstar.conductor.queue import Limits
 from mstar.conductor.report import StepReport
 from mstar.conductor.request import EngineRequest
 from mstar.engine.engine import Engine
+from mstar.engine.phase_clock import PhaseClock
 from mstar.engine.resources.spec import NodeResourceSpec, apply_overrides
 from mstar.model.options import ModelLoadOptions
 from mstar.model.registry import EngineModel, load_model
@@ -32,7 +33,8 @@ class EngineCore:
         LoadError: the model cannot be loaded; names the option, file or tensor.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, clock: PhaseClock | None = None) -> None:
+        """``clock`` is told where the time of a step goes."""
         started = time.monotonic()
         self.options = options
         if options.num_threads:
@@ -41,7 +43,7 @@ class EngineCore:
         try:
             knobs.check_all()
             self.model = self._load(device)
-            self.engine, self.conductor = self._build(device)
+            self.engine, self.conductor = self._build(device, clock)
         except ValueError as error:  # an environment variable, or settings that do not go together
             raise LoadError(str(error)) from error
         self.info = Welcome(
@@ -64,23 +66,12 @@ class EngineCore:
         model = load_model(
             options.model,
             device=device,
-            dtype=_dtype(options.dtype),
-            options=ModelLoadOptions(
-                max_seq_len=options.max_seq_len,
-                kv_memory_bytes=options.kv_memory_bytes,
-                kv_dtype=_dtype(options.kv_dtype),
-                page_size=options.page_size,
-                max_running_requests=options.max_running_requests,
-                max_batch_tokens=options.max_batch_tokens,
-                capture_batch_sizes=options.capture_batch_sizes,
-                keep_blocks=options.quantised_weights == "auto",
-                prefix_cache=options.prefix_cache,
-                deterministic=options.deterministic,
-            ),
+            dtype=dtype_of(options.dtype),
+            options=load_options(options),
         )
-        return dataclasses.replace(model, resource_specs=_with_overrides(model.resource_specs, options.resources))
+        return dataclasses.replace(model, resource_specs=with_overrides(model.resource_specs, options.resources))
 
-    def _build(self, device: torch.device) -> tuple[Engine, Conductor]:
+    def _build(self, device: torch.device, clock: PhaseClock | None) -> tuple[Engine, Conductor]:
         options = self.options
         engine = Engine(
             self.model.submodules,
@@ -89,6 +80,7 @@ class EngineCore:
             dtype=self.model.dtype,
             kv_dtype=self.model.kv_dtype,
             capacity=options.max_running_requests,
+            clock=clock,
         )
         engine.warm_up()
         limits = Limits(
@@ -99,6 +91,7 @@ class EngineCore:
             max_seq_len=self.model.max_seq_len,
             vocab_size=self.model.vocab_size,
             run_ahead=_run_ahead(options.run_ahead, device),
+            max_steps_ahead=options.max_steps_ahead,
             mixed_steps=options.mixed_steps,
         )
         return engine, Conductor(engine, self.model, limits)
@@ -128,7 +121,25 @@ class EngineCore:
         return self.conductor.step()
 
 
-def _with_overrides(specs: list[NodeResourceSpec], text: str | None) -> list[NodeResourceSpec]:
+def load_options(options: EngineOptions) -> ModelLoadOptions:
+    """What of an engine's options concerns the model."""
+    return ModelLoadOptions(
+        max_seq_len=options.max_seq_len,
+        kv_memory_bytes=options.kv_memory_bytes,
+        kv_dtype=dtype_of(options.kv_dtype),
+        page_size=options.page_size,
+        max_running_requests=options.max_running_requests,
+        max_batch_tokens=options.max_batch_tokens,
+        capture_batch_sizes=options.capture_batch_sizes,
+        keep_blocks=options.quantised_weights == "auto",
+        load_format=options.load_format,
+        prefix_cache=options.prefix_cache,
+        deterministic=options.deterministic,
+    )
+
+
+def with_overrides(specs: list[NodeResourceSpec], text: str | None) -> list[NodeResourceSpec]:
+    """``specs`` with the settings of option ``resources``.  LoadError for what is wrong with them."""
     if text is None:
         return specs
     try:
@@ -162,5 +173,6 @@ def _run_ahead(choice: str, device: torch.device) -> bool:
     return device.type != "cpu" if choice == "auto" else choice == "on"
 
 
-def _dtype(name: str) -> torch.dtype | None:
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype that an option names; None for auto."""
     return None if name == "auto" else getattr(torch, name)

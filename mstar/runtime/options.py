@@ -46,6 +46,14 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         "are used: less memory read, same result; off dequantises all at load.",
     ),
     Field(
+        name="load_format",
+        kind="str",
+        default="auto",
+        choices=("auto", "dummy"),
+        doc="dummy makes random weights on the device instead of reading any: to measure speed, a folder with "
+        "config.json is enough.",
+    ),
+    Field(
         name="max_seq_len",
         kind="int",
         low=2,
@@ -111,6 +119,16 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         choices=("auto", "on", "off"),
         doc="Launch a step before the tokens of the one before reach the host; same tokens either way. auto is on "
         "where the device runs beside the host (a GPU).",
+    ),
+    Field(
+        name="max_steps_ahead",
+        kind="int",
+        default=4,
+        low=1,
+        high=64,
+        unit="steps",
+        doc="With run_ahead, most steps launched before their tokens are read, while no request waits and all that "
+        "the steps need is on the device. A request that ends or is cancelled runs along in as many.",
     ),
     Field(
         name="prefix_cache",
@@ -276,6 +294,7 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     dtype: str = "auto"
     kv_dtype: str = "auto"
     quantised_weights: str = "auto"
+    load_format: str = "auto"
     max_seq_len: int | None = None
     kv_memory_bytes: int | None = None
     page_size: int = 16
@@ -285,6 +304,7 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     max_batch_tokens: int = 2048
     mixed_steps: bool = True
     run_ahead: str = "auto"
+    max_steps_ahead: int = 4
     prefix_cache: bool = True
     deterministic: bool = False
     resources: str | None = None

@@ -30,16 +30,19 @@ KNOBS: dict[str, Knob] = {
     for knob in (
         Knob("MSTAR_DEVICE_LOOPBACK", "bool", True, "keep each row's last sampled token on the device"),
         Knob("MSTAR_INGRAPH_DECODE_ROPE", "bool", False, "build rotary tables inside a captured decode step"),
+        Knob("MSTAR_INGRAPH_DECODE_TOKENS", "bool", False, "read last tokens inside a captured decode step"),
         Knob("MSTAR_KV_ADMISSION_FIT", "str", None, "overrides the admission fit", choices=("sum", "peak", "none")),
         Knob("MSTAR_KV_ADMISSION_ORDER", "str", None, "overrides the admission order", choices=("fifo", "backfill")),
         Knob("MSTAR_KV_BACKFILL_WINDOW", "int", None, "waiting requests that backfill looks at", 1, 2**20),
         Knob(
             "MSTAR_KV_CHAIN_LAZY_STEPS", "int", 16, "decode steps batched before prefix chains are extended", 1, 2**20
         ),
+        Knob("MSTAR_KV_INGRAPH_LENGTHS", "bool", True, "move lengths on inside a captured decode step (TRITON)"),
         Knob("MSTAR_KV_PINNED_INDPTRS", "bool", False, "send FlashInfer's index arrays through a page-locked ring"),
         Knob("MSTAR_KV_PLAN_CACHE", "int", 0, "0 off, 1 incremental decode plan, 2 both, logging differences", 0, 2),
         Knob("MSTAR_SAMPLER_INGRAPH_SCATTER", "bool", False, "gather and scatter sampler state inside the graph"),
         Knob("MSTAR_SAMPLER_SLOTS", "int", 4096, "sampler master rows when the in-graph scatter is on", 1, 2**24),
+        Knob("MSTAR_WORKSPACE_BUFFER_MB", "int", None, "FlashInfer's workspace per label and slot, in MiB", 1, 2**14),
         Knob("MSTAR_GRAPH_COMPILE_MODE", "str", None, "overrides the compile mode of every graph config"),
         Knob("MSTAR_GRAPH_STRICT", "bool", False, "hold CPU replays to what a real graph would have frozen (tests)"),
         Knob("MSTAR_REQUIRE_ACCELERATOR_GRAPHS", "bool", False, "a bucket that cannot be captured fails start-up"),
@@ -113,6 +116,12 @@ def ingraph_decode_rope() -> bool:
     return read_bool("MSTAR_INGRAPH_DECODE_ROPE")
 
 
+def ingraph_decode_tokens() -> bool:
+    """MSTAR_INGRAPH_DECODE_TOKENS (default 0): a captured decode step reads each row's last token from the sampler's
+    master inside the graph instead of from a buffer gathered before the replay."""
+    return read_bool("MSTAR_INGRAPH_DECODE_TOKENS")
+
+
 def kv_admission_fit() -> str | None:
     """MSTAR_KV_ADMISSION_FIT (default unset): "sum", "peak" or "none" instead of the cache's own admission fit."""
     return read_str("MSTAR_KV_ADMISSION_FIT")
@@ -133,6 +142,13 @@ def kv_chain_lazy_steps() -> int:
     """MSTAR_KV_CHAIN_LAZY_STEPS (default 16, at least 1): decode steps of sampled tokens that are batched before
     the requests' prefix chains are extended; 1 extends every step."""
     return read_int("MSTAR_KV_CHAIN_LAZY_STEPS")
+
+
+def kv_ingraph_lengths() -> bool:
+    """MSTAR_KV_INGRAPH_LENGTHS (default 1): under the TRITON attention backend a captured decode step takes lengths and
+    write addresses from the device's state and moves the lengths on, inside the graph; 0 sends them before the
+    replay."""
+    return read_bool("MSTAR_KV_INGRAPH_LENGTHS")
 
 
 def kv_pinned_indptrs() -> bool:
@@ -157,6 +173,12 @@ def sampler_slots() -> int:
     """MSTAR_SAMPLER_SLOTS (default 4096, at least 1): master rows allocated up front when
     :func:`sampler_ingraph_scatter` is on."""
     return read_int("MSTAR_SAMPLER_SLOTS")
+
+
+def workspace_buffer_mb() -> int | None:
+    """MSTAR_WORKSPACE_BUFFER_MB (default unset, at least 1): MiB of device memory per label and slot for FlashInfer's
+    partial results, instead of what the model's largest step can take."""
+    return read_int("MSTAR_WORKSPACE_BUFFER_MB") if os.environ.get("MSTAR_WORKSPACE_BUFFER_MB") else None
 
 
 def graph_compile_mode() -> str | None:

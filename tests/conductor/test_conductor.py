@@ -299,9 +299,9 @@ def test_reports_name_requests_by_client_and_ticket():
     assert (report.tokens.dtype, report.finish.dtype) == (np.int32, np.uint8)
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_without_reservations_the_oldest_go_on_and_everybody_ends(run_ahead):
-    bench = Bench(pages=8, page_size=4, context=64, rows=8, admission_fit="none", run_ahead=run_ahead)
+@pytest.mark.parametrize("steps_ahead", [0, 1, 4])
+def test_without_reservations_the_oldest_go_on_and_everybody_ends(steps_ahead):
+    bench = Bench(pages=8, page_size=4, context=64, rows=8, admission_fit="none", steps_ahead=steps_ahead)
     ids = [bench.submit([5] * 4, 28) for _ in range(6)]  # eight pages each in the end, eight in all
     bench.run()
     assert bench.conductor.counters.refused_admissions > 0
@@ -314,9 +314,9 @@ def test_without_reservations_the_oldest_go_on_and_everybody_ends(run_ahead):
     bench.assert_idle()
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_a_lone_request_that_exhausts_the_cache_ends_with_length(run_ahead):
-    bench = Bench(run_ahead=run_ahead)
+@pytest.mark.parametrize("steps_ahead", [0, 1, 4])
+def test_a_lone_request_that_exhausts_the_cache_ends_with_length(steps_ahead):
+    bench = Bench(steps_ahead=steps_ahead)
     full = AdmitOutcome(ok=False, reason=AllocationFailed("no page is free"))
     bench.mood.moods = itertools.chain([ADMITTED] * 5, itertools.repeat(full))
     rid = bench.submit([5] * 4, 30)

@@ -13,7 +13,7 @@ from mstar.utils.errors import ErrorCode, Unavailable
 from .toy import EOS, Bench
 
 TIMEOUT, LENGTH, STOP = FinishReason.TIMEOUT, FinishReason.LENGTH, FinishReason.STOP
-both_modes = pytest.mark.parametrize("run_ahead", [False, True])
+all_modes = pytest.mark.parametrize("steps_ahead", [0, 1, 4])
 
 
 class Ticking(Bench):
@@ -30,9 +30,9 @@ class Ticking(Bench):
         self.engine.collect = slow
 
 
-@both_modes
-def test_a_row_that_runs_ends_with_the_token_that_came_last(run_ahead):
-    bench = Ticking(run_ahead=run_ahead)
+@all_modes
+def test_a_row_that_runs_ends_with_the_token_that_came_last(steps_ahead):
+    bench = Ticking(steps_ahead=steps_ahead)
     late, free = bench.submit([5, 6, 7], 9, deadline_ns=1025), bench.submit([8], 6)
     bench.run()
     assert (bench.outcomes[late].tokens, bench.outcomes[late].finishes) == ([5, 6, 7], [TIMEOUT])
@@ -42,18 +42,18 @@ def test_a_row_that_runs_ends_with_the_token_that_came_last(run_ahead):
     bench.assert_idle()
 
 
-@both_modes
+@all_modes
 @pytest.mark.parametrize(("prompt", "expected"), [([5, EOS, 6], STOP), ([5, 6], LENGTH)])
-def test_an_end_in_the_very_step_is_told_as_that_end(run_ahead, prompt, expected):
-    bench = Ticking(run_ahead=run_ahead)
+def test_an_end_in_the_very_step_is_told_as_that_end(steps_ahead, prompt, expected):
+    bench = Ticking(steps_ahead=steps_ahead)
     rid = bench.submit(prompt, 2, deadline_ns=1015)
     bench.run()
     assert bench.outcomes[rid].finishes == [expected]
 
 
-@both_modes
-def test_between_steps_a_row_ends_without_another(run_ahead):
-    bench = Bench(run_ahead=run_ahead)
+@all_modes
+def test_between_steps_a_row_ends_without_another(steps_ahead):
+    bench = Bench(steps_ahead=steps_ahead)
     rid = bench.submit([5, 6], 9, deadline_ns=2000)
     bench.step()
     bench.step()
@@ -63,7 +63,7 @@ def test_between_steps_a_row_ends_without_another(run_ahead):
     assert bench.outcomes[rid].finishes == [TIMEOUT]
     assert bench.outcomes[rid].tokens == [5, 6]
     bench.run()
-    assert len(bench.echo.steps) == steps + run_ahead  # it runs along once more
+    assert len(bench.echo.steps) == steps + steps_ahead  # it runs along in those that were launched
     bench.assert_idle()
 
 
@@ -93,9 +93,9 @@ def test_a_time_that_is_over_is_refused_at_once():
     assert not bench.conductor.has_work()
 
 
-@both_modes
-def test_a_row_that_is_held_back_ends_too(run_ahead):
-    bench = Bench(run_ahead=run_ahead)
+@all_modes
+def test_a_row_that_is_held_back_ends_too(steps_ahead):
+    bench = Bench(steps_ahead=steps_ahead)
     old, new = bench.submit([5], 9), bench.submit([6], 9, deadline_ns=2000)
     bench.step()
     bench.mood.moods = iter([AdmitOutcome(ok=False, reason=AllocationFailed("no room"))])
@@ -120,7 +120,7 @@ def test_a_row_that_waits_for_its_turn_ends_too():
 
 
 def test_a_row_given_away_in_flight_keeps_its_new_owners_time():
-    bench = Bench(rows=1, run_ahead=True)
+    bench = Bench(rows=1, steps_ahead=1)
     first = bench.submit([5], 9)
     bench.step()
     bench.conductor.cancel(first)

@@ -25,9 +25,9 @@ def wait_for(condition) -> None:
         time.sleep(0.001)
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+@pytest.fixture(params=[0, 1, 4], ids=["plain", "ahead", "queued"])
 def bench(request):
-    bench = Bench(run_ahead=request.param, rows=4)
+    bench = Bench(steps_ahead=request.param, rows=4)
     yield bench
     bench.grammars.may_prepare.set()
 

@@ -11,9 +11,9 @@ from mstar.conductor.request import LOGPROB, Guide
 from .toy import BREAKS, EOS, FAULT, Bench
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+@pytest.fixture(params=[0, 1, 4], ids=["plain", "ahead", "queued"])
 def bench(request):
-    return Bench(run_ahead=request.param)
+    return Bench(steps_ahead=request.param)
 
 
 def top_of(record) -> tuple[list[int], list[float]]:

@@ -24,7 +24,7 @@ FULL = AdmitOutcome(ok=False, reason=AllocationFailed("no room"))
 
 
 def ahead(**fields) -> Bench:
-    return Bench(run_ahead=True, **fields)
+    return Bench(steps_ahead=1, **fields)
 
 
 class Order:
@@ -193,9 +193,67 @@ def test_a_collect_that_raises_fails_the_rows_of_its_step():
     assert bench.conductor.num_running == 0
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_an_admission_that_is_not_ready_is_asked_again(run_ahead):
-    bench = Bench(run_ahead=run_ahead)
+# Several steps in the device's queue, while all they need is there.
+
+
+def landed_and_launched(bench: Bench) -> tuple[int, int]:
+    """Tokens of the first request, and steps."""
+    return len(bench.outcomes[0].tokens), len(bench.echo.steps)
+
+
+def test_steps_are_queued_up_to_the_bound_and_then_one_for_each_that_lands():
+    bench = Bench(steps_ahead=3)
+    bench.submit([5], 30)
+    seen = [bench.step() and landed_and_launched(bench) for _ in range(6)]
+    assert seen == [(0, 1), (1, 2), (2, 5), (3, 6), (4, 7), (5, 8)]
+    bench.run()
+    assert bench.outcomes[0].tokens == [5] * 30
+    assert len(bench.echo.steps) == 30, "the last token of the budget is known ahead"
+    bench.assert_idle()
+
+
+def test_an_arrival_joins_the_next_step_that_is_launched_and_the_queue_is_short_while_somebody_waits():
+    bench = Bench(steps_ahead=3, rows=2)
+    bench.submit([5], 40)
+    for _ in range(4):
+        bench.step()
+    for _ in range(2):
+        bench.submit([6], 3)  # one finds a row, one waits
+    depths = []
+    while bench.conductor.num_queued:
+        bench.step()
+        tokens, steps = landed_and_launched(bench)
+        depths.append(steps - tokens)
+    assert depths[:2] == [2, 1]
+    assert set(depths) == {1, 2}, "the prompt's own step counts"
+    bench.run()
+    assert [len(bench.outcomes[i].tokens) for i in range(3)] == [40, 3, 3]
+    bench.assert_idle()
+
+
+def test_tokens_behind_a_stop_are_dropped_however_many_steps_ran_along():
+    bench = Bench(steps_ahead=4)
+    stopped, goes_on = bench.submit([5, 6, 5, 6, 5, 6, EOS, 6, 5, 6], 9), bench.submit([7], 20)
+    bench.run()
+    assert bench.outcomes[stopped].tokens == [5, 6, 5, 6, 5, 6]
+    assert bench.outcomes[stopped].finishes == [STOP]
+    assert bench.outcomes[goes_on].tokens == [7] * 20
+    assert 1 < bench.conductor.counters.discarded_tokens <= 4
+    bench.assert_idle()
+
+
+def test_what_a_queued_launch_could_not_run_is_told_once_the_steps_before_it_have_landed():
+    bench = Bench(steps_ahead=4)
+    rid = bench.submit([5, 6, 5, 6, 5, 6, RAISES], 9)
+    bench.run()
+    assert bench.outcomes[rid].tokens == [5, 6, 5, 6, 5, 6]
+    assert "the forward broke" in bench.outcomes[rid].failures[0].message
+    bench.assert_idle()
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 4])
+def test_an_admission_that_is_not_ready_is_asked_again(steps_ahead):
+    bench = Bench(steps_ahead=steps_ahead)
     rid = bench.submit([5, 6], 4)
     bench.mood.moods = iter([NOT_READY, NOT_READY])
     bench.run()
@@ -203,9 +261,9 @@ def test_an_admission_that_is_not_ready_is_asked_again(run_ahead):
     assert bench.conductor.counters.refused_admissions == 2
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_a_refused_row_waits_until_another_leaves(run_ahead):
-    bench = Bench(run_ahead=run_ahead)
+@pytest.mark.parametrize("steps_ahead", [0, 1, 4])
+def test_a_refused_row_waits_until_another_leaves(steps_ahead):
+    bench = Bench(steps_ahead=steps_ahead)
     old, new = bench.submit([5], 5), bench.submit([6], 5)
     bench.step()
     bench.mood.moods = iter([FULL])
@@ -228,9 +286,9 @@ def test_a_refusal_that_a_departure_has_answered_holds_nobody():
     assert len(bench.outcomes[other].tokens) == 6
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_an_admission_that_can_never_be_fails_the_request_it_names(run_ahead):
-    bench = Bench(run_ahead=run_ahead)
+@pytest.mark.parametrize("steps_ahead", [0, 1, 4])
+def test_an_admission_that_can_never_be_fails_the_request_it_names(steps_ahead):
+    bench = Bench(steps_ahead=steps_ahead)
     bad, good = bench.submit([5], 5), bench.submit([6], 5)
     bench.step()
     bench.mood.moods = iter([AdmitOutcome(ok=False, reason=AdmitRuntimeError("too long", bad))])
@@ -251,10 +309,10 @@ def test_an_unchanged_set_of_rows_is_the_same_batch_object_also_ahead():
     assert len({id(batch) for batch in seen}) == 2  # prefill, decode
 
 
-@pytest.mark.parametrize("run_ahead", [False, True])
-def test_the_step_that_is_planned_ahead_is_the_one_that_is_launched_next(monkeypatch, run_ahead):
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_the_step_that_is_planned_ahead_is_the_one_that_is_launched_next(monkeypatch, steps_ahead):
     monkeypatch.setenv("MSTAR_PRE_PLAN_SPEC", "1")
-    bench = Bench(run_ahead=run_ahead)
+    bench = Bench(steps_ahead=steps_ahead)
     calls = []
     launch, pre_plan = bench.engine.launch, bench.engine.pre_plan
     bench.engine.launch = lambda batch: (calls.append(("launch", batch)), launch(batch))[1]
@@ -440,11 +498,11 @@ def play(requests: list[Request], moods: list[bool], **fields) -> Played:
 def test_every_mode_gives_the_same_tokens_ends_and_pages(requests, moods, bench):
     plain = play(requests, moods, **bench)
     plain.bench.assert_idle()
-    for run_ahead, mixed in ((True, False), (False, True), (True, True)):
-        other = play(requests, moods, run_ahead=run_ahead, mixed=mixed, **bench)
+    for steps_ahead, mixed in ((1, False), (0, True), (1, True), (4, True)):
+        other = play(requests, moods, steps_ahead=steps_ahead, mixed=mixed, **bench)
         other.bench.assert_idle()
         assert other.outcomes == plain.outcomes
         for name in ("generated_tokens", "finished", "failed", "prompt_tokens", "row_faults"):
             assert getattr(other.bench.conductor.counters, name) == getattr(plain.bench.conductor.counters, name), name
         for number, steps in other.steps.items():
-            assert plain.steps[number] <= steps <= plain.steps[number] + int(run_ahead)
+            assert plain.steps[number] <= steps <= plain.steps[number] + steps_ahead

@@ -23,9 +23,9 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 GUIDE = Guide("regex", "quick")
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "ahead"])
+@pytest.fixture(params=[0, 1, 4], ids=["plain", "ahead", "queued"])
 def bench(request):
-    return Bench(run_ahead=request.param)
+    return Bench(steps_ahead=request.param)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_what_may_leave_a_request_no_token(fields, bars):
 
 
 def test_beside_others_a_row_under_a_grammar_runs_every_second_step():
-    bench = Bench(run_ahead=True)
+    bench = Bench(steps_ahead=1)
     free, guided = bench.submit([7], 40), bench.submit([5, 6], 5, guide=GUIDE)
     while not bench.grammars.prepared:
         bench.step()
@@ -182,7 +182,7 @@ def test_beside_others_a_row_under_a_grammar_runs_every_second_step():
 
 
 def test_alone_it_runs_in_every_call():
-    bench = Bench(run_ahead=True)
+    bench = Bench(steps_ahead=1)
     rid = bench.submit([5, 6], 9, guide=GUIDE)
     while not bench.echo.steps:
         bench.step()
@@ -194,7 +194,7 @@ def test_alone_it_runs_in_every_call():
 
 
 def test_a_stop_of_a_row_under_a_grammar_makes_no_token_in_vain():
-    bench = Bench(run_ahead=True)
+    bench = Bench(steps_ahead=1)
     bench.submit([5, 6, EOS], 9, guide=GUIDE)
     bench.submit([5, COMPLETES], 9, guide=GUIDE)
     bench.submit([5], 9)
@@ -203,7 +203,7 @@ def test_a_stop_of_a_row_under_a_grammar_makes_no_token_in_vain():
 
 
 def test_the_two_compositions_that_take_turns_stay_the_same_batches():
-    bench = Bench(run_ahead=True)
+    bench = Bench(steps_ahead=1)
     for _ in range(2):
         bench.submit([5], 20, guide=GUIDE)
     while bench.conductor.num_running < 2:

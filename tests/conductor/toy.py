@@ -249,7 +249,10 @@ class Outcome:
 
 
 class Bench:
-    """A conductor over the echo model, and what every request brought so far."""
+    """A conductor over the echo model, and what every request brought so far.
+
+    ``steps_ahead``: most steps in flight between calls.
+    """
 
     def __init__(
         self,
@@ -262,7 +265,7 @@ class Bench:
         queued_tokens=0,
         batch_tokens=256,
         largest_batch=None,
-        run_ahead=False,
+        steps_ahead=0,
         mixed=False,
         **kv_fields,
     ):
@@ -295,9 +298,12 @@ class Bench:
             max_batch_tokens=batch_tokens,
             max_seq_len=context,
             vocab_size=VOCAB,
-            run_ahead=run_ahead,
+            run_ahead=steps_ahead > 0,
+            max_steps_ahead=max(steps_ahead, 1),
             mixed_steps=mixed,
         )
+        if steps_ahead > 1:
+            self.engine.can_queue = lambda batch: True  # the echo needs nothing of the host
         self.now_ns = 1000
         self.conductor = Conductor(self.engine, EchoModel(walks, specs), limits, clock=lambda: self.now_ns)
         self.grammars = self.engine.resources["grammar"]

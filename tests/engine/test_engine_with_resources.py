@@ -18,7 +18,7 @@ from mstar.engine.batch import Batch
 from mstar.engine.engine import Engine
 from mstar.engine.inputs import ARNodeInputs, RequestInfo
 from mstar.engine.outputs import BatchedModelOutput
-from mstar.engine.resources.attention.config import AttentionSpec, AttentionStep
+from mstar.engine.resources.attention.config import AttentionConfig, AttentionSpec, AttentionStep
 from mstar.engine.resources.kv.config import KVReqConfig, KVStep, PagedKVConfig, PagedKVSpec
 from mstar.engine.resources.positions.config import PositionSpec, PositionStep
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
@@ -28,6 +28,19 @@ from mstar.utils import knobs
 
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 16, 61
 GREEDY = SamplingReqConfig(temperature=0.0)
+
+
+ATTENTION = ["SDPA"]
+
+
+@pytest.fixture(params=["SDPA", "TRITON"], scope="module", autouse=True)
+def attention(request):
+    """TRITON keeps pages, lengths and positions on the device, and captured steps move them on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MSTAR_INGRAPH_DECODE_ROPE", str(int(request.param == "TRITON")))
+        ATTENTION.append(request.param)
+        yield request.param
+        ATTENTION.pop()
 
 
 class Tiny(ARNodeSubmodule):
@@ -157,7 +170,7 @@ def make(backend: Any, pages: int = 64) -> Engine:
                     page_size=4,
                 ),
             ),
-            AttentionSpec("attn", nodes),
+            AttentionSpec("attn", nodes, AttentionConfig(backend=ATTENTION[-1])),
             PositionSpec("rope", nodes),
         ],
         device="cpu",

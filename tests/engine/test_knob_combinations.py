@@ -19,6 +19,7 @@ from model.driver import GREEDY, build_engine, load_small, request, step
 from mstar.engine.batch import Batch
 from mstar.engine.engine import Engine
 from mstar.engine.resources.sampler.config import SamplingReqConfig
+from mstar.engine.resources.spec import apply_overrides
 from mstar.model.engine_model import EngineModel
 from mstar.model.options import ModelLoadOptions
 from mstar.model.text_llm import TextLLM
@@ -67,13 +68,16 @@ def model() -> EngineModel:
     return load_small("smollm2-135m", dtype=None, options=options)
 
 
-def engine_with(model: EngineModel, settings: tuple[int, ...]) -> Engine:
-    """An engine of its own over the model's weights, built under these settings of :data:`KNOBS`."""
+def engine_with(model: EngineModel, settings: tuple[int, ...], attention: str = "SDPA", **more: str) -> Engine:
+    """An engine of its own over the model's weights, built under these settings of :data:`KNOBS` and ``more``."""
     with pytest.MonkeyPatch.context() as environment:
         for name, value in zip(KNOBS, settings, strict=True):
             environment.setenv(name, str(value))
+        for name, text in more.items():
+            environment.setenv(name, text)
         node = TextLLM(model.submodules["LLM"].decoder, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS)
-        return build_engine(dataclasses.replace(model, submodules={"LLM": node}), MAX_ROWS)
+        specs = apply_overrides(model.resource_specs, {"attn": {"backend": attention}})
+        return build_engine(dataclasses.replace(model, submodules={"LLM": node}, resource_specs=specs), MAX_ROWS)
 
 
 def serve(engine: Engine, golden: dict[int, dict]) -> Tokens:
@@ -155,6 +159,19 @@ def test_every_combination_gives_the_same_tokens_and_moves_its_counters(
         "index arrays in the ring": pinned,
         "plans from the one before": plan_cache,
     }
+
+
+@pytest.mark.parametrize("lengths_in_graph", [0, 1])
+@pytest.mark.parametrize("rope_in_graph", [0, 1])
+def test_state_that_lies_on_the_device_gives_the_same_tokens(
+    lengths_in_graph: int, rope_in_graph: int, model: EngineModel, golden: dict[int, dict], reference: Tokens
+) -> None:
+    settings = (1, rope_in_graph, 1, 0, 1)
+    engine = engine_with(model, settings, "TRITON", MSTAR_KV_INGRAPH_LENGTHS=str(lengths_in_graph))
+    assert serve(engine, golden) == reference
+    kv, rope = engine.resources["kv_cache"], engine.resources["rope"]
+    assert bool(kv.plan_cache_stats["hit"]) is not bool(lengths_in_graph), "such steps need no plan on the host"
+    assert bool(rope.counters["ingraph_table_steps"]) is bool(rope_in_graph)
 
 
 def test_the_plan_cache_checked_against_the_full_plan_never_differs(

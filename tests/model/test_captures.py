@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mstar.model.captures import dense_ladder, doubling_ladder, text_graph_configs
+from mstar.model.captures import coarse_ladder, dense_ladder, text_graph_configs, token_ladder
 from mstar.model.text_rows import LOOPBACK, collate
 from mstar.model.text_sampling import FULL
 
@@ -15,9 +15,8 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "cuda"])
 def configs(device: str, **options):
     """Decode and packed captures of the plain variant; those of the other have the same shapes."""
     made = text_graph_configs(torch.device(device), max_rows=48, max_tokens=500, **options)
-    variants = [None, None, FULL, FULL] if device == "cpu" else [None, None]
-    assert [config.additional_key_info for config in made] == variants
-    for plain, full in zip(made[:2], made[2:], strict=False):
+    assert [config.additional_key_info for config in made] == [None, None, FULL, FULL]
+    for plain, full in zip(made[:2], made[2:], strict=True):
         assert plain.capture_graph_walk == full.capture_graph_walk
         assert plain.capture_batch_sizes == full.capture_batch_sizes
     return made[:2]
@@ -27,8 +26,11 @@ def test_ladders_end_with_the_largest_size() -> None:
     assert dense_ladder(5) == [1, 2, 3, 4, 5]
     assert dense_ladder(100)[-5:] == [72, 80, 88, 96, 100]
     assert dense_ladder(1000)[-2:] == [992, 1000]
-    assert doubling_ladder(1, 1) == [1]
-    assert doubling_ladder(32, 100) == [32, 64, 100]
+    assert coarse_ladder(1) == [1]
+    assert coarse_ladder(20) == [1, 2, 4, 8, 16, 20]
+    assert coarse_ladder(300)[-4:] == [192, 224, 256, 300]
+    assert token_ladder(64, 64) == [64]
+    assert token_ladder(32, 100) == [32, 48, 64, 96, 100]
 
 
 @DEVICES

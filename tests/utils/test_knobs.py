@@ -11,14 +11,17 @@ from mstar.utils import knobs
 FUNCTIONS = {
     "MSTAR_DEVICE_LOOPBACK": (knobs.device_loopback_enabled, True),
     "MSTAR_INGRAPH_DECODE_ROPE": (knobs.ingraph_decode_rope, False),
+    "MSTAR_INGRAPH_DECODE_TOKENS": (knobs.ingraph_decode_tokens, False),
     "MSTAR_KV_ADMISSION_FIT": (knobs.kv_admission_fit, None),
     "MSTAR_KV_ADMISSION_ORDER": (knobs.kv_admission_order, None),
     "MSTAR_KV_BACKFILL_WINDOW": (knobs.kv_backfill_window, None),
     "MSTAR_KV_CHAIN_LAZY_STEPS": (knobs.kv_chain_lazy_steps, 16),
+    "MSTAR_KV_INGRAPH_LENGTHS": (knobs.kv_ingraph_lengths, True),
     "MSTAR_KV_PINNED_INDPTRS": (knobs.kv_pinned_indptrs, False),
     "MSTAR_KV_PLAN_CACHE": (knobs.kv_plan_cache, 0),
     "MSTAR_SAMPLER_INGRAPH_SCATTER": (knobs.sampler_ingraph_scatter, False),
     "MSTAR_SAMPLER_SLOTS": (knobs.sampler_slots, 4096),
+    "MSTAR_WORKSPACE_BUFFER_MB": (knobs.workspace_buffer_mb, None),
     "MSTAR_GRAPH_COMPILE_MODE": (knobs.graph_compile_mode, None),
     "MSTAR_GRAPH_STRICT": (knobs.graph_strict, False),
     "MSTAR_PRE_PLAN_SPEC": (knobs.pre_plan_spec, False),
@@ -61,6 +64,7 @@ def test_booleans(monkeypatch, name):
         ("MSTAR_KV_PLAN_CACHE", {"0": 0, "1": 1, "2": 2}, ["3", "-1", "on"]),
         ("MSTAR_NUM_SLOTS", {"1": 1, "3": 3}, ["0", "two"]),
         ("MSTAR_KV_BACKFILL_WINDOW", {"1": 1, "64": 64}, ["0", "-1", "all"]),
+        ("MSTAR_WORKSPACE_BUFFER_MB", {"1": 1, "128": 128}, ["0", "-1", "16385", "1.5"]),
     ],
 )
 def test_integers(monkeypatch, name, good, bad):

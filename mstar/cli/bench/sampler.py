@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from mstar.cli.bench.offline import run_batch
+from mstar.cli.bench.engine_run import run_workload
 from mstar.cli.bench.ranges import parse_counts
 from mstar.cli.bench.sampling_rig import SamplingRig
+from mstar.cli.bench.workloads import equal_rows
 from mstar.cli.errors import InputError
 from mstar.engine.resources.grammar.config import GrammarReqConfig
 from mstar.engine.resources.logit_edits.config import LogitEditsReqConfig
@@ -129,9 +130,9 @@ def decode_seconds(model: str, sizes: list[int]) -> dict[tuple[int, int], float]
     core = EngineCore(parse_options(given)[0])
     found = {}
     for rows in sizes:
-        prompts = np.random.default_rng(0).integers(1, core.model.vocab_size, (rows, PROMPT_TOKENS), dtype=np.int64)
-        run_batch(core, prompts, 1 + DECODE_STEPS)  # to warm up
-        found[core.model.vocab_size, rows] = run_batch(core, prompts, 1 + DECODE_STEPS).step_seconds
+        workload = equal_rows(rows, PROMPT_TOKENS, 1 + DECODE_STEPS, core.model.vocab_size, seed=0)
+        run_workload(core, workload)  # to warm up
+        found[core.model.vocab_size, rows] = run_workload(core, workload).step_seconds
     return found
 
 

@@ -33,8 +33,11 @@ class StubDecoder:
     def __init__(self, max_rows: int) -> None:
         self._logits = torch.randn(max_rows, VOCABULARY, generator=torch.Generator().manual_seed(0))
 
-    def __call__(self, input_ids: torch.Tensor, attn: Any, rope: Any) -> torch.Tensor:
-        return self._logits[: attn.last_rows(input_ids[:, None]).shape[0]]
+    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids[:, None]
+
+    def __call__(self, x: torch.Tensor, attn: Any, rope: Any) -> torch.Tensor:
+        return self._logits[: attn.last_rows(x).shape[0]]
 
 
 def stub_vocabulary(size: int) -> Vocabulary:

@@ -89,6 +89,11 @@ class Resource(ABC):
     def commit(self, step: ResourceStep, ctx: StepContext) -> None:
         """Makes the step's effects durable, after its forward was submitted."""
 
+    def repeats_in_graph(self, step: ResourceStep, ctx: StepContext) -> bool:
+        """Whether ``plan`` of this very step, which ran on this slot before, would write nothing that a step in flight
+        may still read: all that it needs is kept, and moved on, on the device."""
+        return False
+
     def abandon(self, step: ResourceStep, ctx: StepContext) -> None:
         """Instead of :meth:`commit`, for an admitted step that another resource refused or whose plan or forward
         failed: undoes what the forward itself moved, so that the rows may run again."""

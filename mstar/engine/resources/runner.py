@@ -141,6 +141,12 @@ class StepRunner:
         for resource in reversed(self._ahead):
             resource.clear_preplan()
 
+    def repeats(self, step: SubmoduleStep, ctx: StepContext) -> bool:
+        """Whether the step, planned on its slot before, can be replayed there without a plan that writes anything."""
+        return ctx.slot_lease is not None and all(
+            resource.repeats_in_graph(part, ctx) for _, resource, part in self._parts(step).every
+        )
+
     def commit(self, step: SubmoduleStep, ctx: StepContext) -> None:
         """Makes the step's effects durable, once its forward was submitted.  KeyError as :meth:`admit`."""
         for _, resource, part in self._parts(step).commit:

@@ -21,6 +21,10 @@ class Embedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
 
+    def of_last(self, last_token: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """The embeddings [rows, hidden] of ``last_token`` int64 [any] at ``index`` int64 [rows]."""
+        return _rows_at(self.weight, last_token, index)
+
 
 class TiedEmbedding(nn.Module):
     """Rows of the head's weight, so that a tied table is in memory once."""
@@ -31,3 +35,17 @@ class TiedEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head.weight_rows(ids)
+
+    def of_last(self, last_token: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """As :meth:`Embedding.of_last`."""
+        if self.head.backend == "torch":
+            return _rows_at(self.head.weight, last_token, index)
+        return self.head.weight_rows(last_token.index_select(0, index))
+
+
+def _rows_at(weight: torch.Tensor, last_token: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if weight.is_cuda:
+        from mstar.kernels.cuda.embedding import embed_rows  # needs Triton
+
+        return embed_rows(weight, last_token, index)[1]
+    return weight.index_select(0, last_token.index_select(0, index))

@@ -18,6 +18,8 @@ CAPACITY = 8
 class Rig:
     """All four resources, built small.  Requests are master rows ``0 .. 7``, padding rows ``8 .. 15``."""
 
+    backend = "SDPA"  # of attention, where a rig is not given another
+
     def __init__(
         self,
         *,
@@ -30,6 +32,7 @@ class Rig:
         dim=16,
         window=None,
         deterministic=False,
+        backend=None,
         device="cpu",
         positions=None,
         **kv_options,
@@ -48,7 +51,7 @@ class Rig:
         self.specs = [
             SamplerSpec("sampler", nodes, VOCAB, enable_min_p=True, enable_top_p_first=True),
             PagedKVSpec("kv_cache", nodes, kv),
-            AttentionSpec("attn", nodes, AttentionConfig(sliding_window=window, deterministic=deterministic)),
+            AttentionSpec("attn", nodes, AttentionConfig("kv_cache", backend or self.backend, window, deterministic)),
             PositionSpec("rope", nodes, positions or PositionConfig(rope_theta=1000.0)),
         ]
         info = EngineResourceInfo(

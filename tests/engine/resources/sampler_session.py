@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mstar.engine.resources.base import EngineResourceInfo
+from mstar.engine.resources.row_memory import RowMemory
 from mstar.engine.resources.runner import build_resources
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
 from mstar.engine.resources.sampler.history import History
@@ -46,15 +47,19 @@ def logits_of(rid, draw):
 class Session:
     """A sampler alone, fed with each request's own logits.  Requests are master rows 0 .. 7, padding rows 8 .. 15."""
 
-    def __init__(self, in_graph=False, slots="64", *, spec=SPEC, on_host=True):
+    def __init__(self, in_graph=False, slots="64", *, spec=SPEC, on_host=True, draws_on_device=False):
         info = EngineResourceInfo(torch.device("cpu"), torch.float32, torch.float32, CAPACITY, CAPACITY, num_slots=2)
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv(SCATTER, str(int(in_graph)))
             environment.setenv("MSTAR_SAMPLER_SLOTS", slots)
             self.sampler = build_resources([spec], info)["sampler"]
-        if not on_host:  # the tensor form of histories, on the CPU
-            args = (spec, self.sampler._masters.num_rows, CAPACITY, torch.device("cpu"), 2)
+        if not on_host:  # the kernels of histories, in Triton's interpreter
+            args = (spec, self.sampler._masters.num_rows, torch.device("cpu"), 2)
             self.sampler._history = History(*args, on_host=False)
+        if draws_on_device:  # as above
+            from mstar.kernels.cuda.sampling import DeviceSampler
+
+            self.sampler._device_sampler = DeviceSampler(torch.device("cpu"), 2 * CAPACITY)
         self.sampler.build_accelerator_graph_buffers([], CAPACITY, CAPACITY)
         self.row_of = {-2 - i: CAPACITY + i for i in range(CAPACITY)}
         for rid, row in self.row_of.items():
@@ -122,11 +127,16 @@ class Session:
 
     def history(self, row):
         """Ids that the row's presence penalty has met, and its ring; empty where it has none."""
-        seen, ring = self.sampler._history.seen, self.sampler._history.ring
-        for pool in (seen, ring):
-            pool.settle()
-        met = torch.nonzero(seen.data[seen.place[row]]).flatten().tolist() if seen.place[row] else []
-        return met, ring.data[ring.place[row]].tolist() if ring.place[row] else []
+        history = self.sampler._history
+        seen, ring = (_memory_of(memory, row) for memory in (history.seen, history.ring))
+        return np.flatnonzero(seen).tolist(), ring.tolist()
+
+
+def _memory_of(memory, row):
+    memory.settle()
+    if not memory.address[row]:
+        return np.empty(0, np.int64)
+    return memory.of(row).numpy() if isinstance(memory, RowMemory) else memory.host[memory.address[row]]
 
 
 def alone(rid, config, count, **session):

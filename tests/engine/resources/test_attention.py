@@ -20,6 +20,14 @@ from .drive import Rig
 NO_SAMPLER = ("kv_cache", "attn", "rope")
 
 
+@pytest.fixture(params=["SDPA", "TRITON"], scope="module", autouse=True)
+def backend(request):
+    """Backends that attend on the CPU."""
+    Rig.backend = request.param
+    yield request.param
+    Rig.backend = "SDPA"
+
+
 class Streams:
     """Every request's q, k, v per layer, fixed in advance, so that any batching must give the same outputs."""
 
@@ -127,7 +135,9 @@ ONLY_ATTENTION = ("kv_cache", "attn")
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("starts", "spans"), [((6, 0, 9), (1, 5, 3)), ((3, 3, 3), (1, 1, 1)), ((0, 0, 0), (1, 4, 4))])
-def test_padding_tokens_of_a_packed_bucket_give_zeros_and_store_nothing(starts, spans, deterministic, dim):
+def test_padding_tokens_of_a_packed_bucket_give_zeros_and_store_nothing_but_in_the_sink(
+    starts, spans, deterministic, dim
+):
     rig = Rig(dim=dim, deterministic=deterministic)
     rig.reserve(8, 64)
     tokens = [Tokens(rig, seed=i) for i in range(3)]
@@ -152,7 +162,7 @@ def test_padding_tokens_of_a_packed_bucket_give_zeros_and_store_nothing(starts, 
     assert torch.count_nonzero(out[:, total:]) == 0
     wanted = torch.cat([t.expected(s, e) for t, s, e in parts], 1)
     torch.testing.assert_close(out[:, :total], wanted, rtol=1e-4, atol=1e-5)
-    changed = (rig.kv.cache != before).any(-1).any(-1).sum()
+    changed = (rig.kv.cache != before)[:, 1:].any(-1).any(-1).sum()
     assert changed == 2 * 2 * total, "layers, keys and values of the real tokens"
 
 
@@ -160,7 +170,7 @@ def test_padding_tokens_of_a_packed_bucket_give_zeros_and_store_nothing(starts, 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), window=st.none() | st.integers(1, 9))
 def test_deterministic_bits_depend_neither_on_chunks_nor_on_neighbours_nor_on_padding(dim, data, window):
-    rig = Rig(dim=dim, window=window, deterministic=True, pages=200)
+    rig = Rig(dim=dim, window=window, deterministic=True, pages=200, backend="SDPA")
     rig.reserve(8, 64)
     length, step = 20, rig.step(*ONLY_ATTENTION)
     tokens, neighbour = Tokens(rig, length), Tokens(rig, length, seed=1)
@@ -262,7 +272,7 @@ def test_cross_attention_reads_a_label_without_growing_it(queries, deterministic
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_an_unchanged_batch_decodes_on_as_each_request_alone(window, monkeypatch):
+def test_an_unchanged_batch_decodes_on_as_each_request_alone(window, backend, monkeypatch):
     followed = []
     follow = LabelPlan.follow
     monkeypatch.setattr(LabelPlan, "follow", lambda *args: followed.append(follow(*args)) or followed[-1])
@@ -283,7 +293,7 @@ def test_an_unchanged_batch_decodes_on_as_each_request_alone(window, monkeypatch
         rig.runner.commit(step, ctx)
         for at, (rid, start) in enumerate(streams.done.items()):
             torch.testing.assert_close(out[:, at], streams.expected(rid, start, 1, window)[:, 0], rtol=1e-4, atol=1e-5)
-    assert any(followed) or rig.attn._kernel is None
+    assert any(followed) is (backend == "SDPA")
 
 
 def cross_step(rig, attention):
@@ -430,7 +440,7 @@ def test_a_malformed_window_is_refused(window):
 
 
 def test_an_unknown_backend_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"must be one of SDPA, got 'XFORMERS'"):
+    with pytest.raises(ValueError, match=r"must be one of SDPA, FLASHINFER, TRITON, got 'XFORMERS'"):
         AttentionConfig(backend="XFORMERS")
 
 

@@ -328,26 +328,28 @@ def test_both_ways_of_barring_agree(vocab, dtype):
     by_runs, by_rows = torch.ones(5, vocab, dtype=dtype), torch.ones(5, vocab, dtype=dtype)
     places = np.array([0, 1, 4])
     bar_runs(by_runs, words, runs_of(places))
-    every = np.full((5, words.shape[1]), -1, np.int32)
-    every[places] = words
-    bar_rows(by_rows, torch.from_numpy(every))
+    bar_rows(by_rows, torch.from_numpy(words), torch.tensor([0, 1, -1, -1, 2], dtype=torch.int32))
     assert torch.equal(by_runs, by_rows)
     assert [torch.isfinite(by_runs[i]).nonzero().flatten().tolist() for i in places] == ids
 
 
-def test_a_slots_masks_stay_at_one_address_and_allow_everything_to_rows_without_a_grammar():
+def test_a_slots_masks_stay_at_one_address_and_rows_without_a_grammar_have_none():
     masks = SlotMasks(2, torch.device("cpu"), num_slots=2)
     masks.reserve(4)
     lease, other = (SlotLease(slot, BucketKey("decode", 4, 4)) for slot in (0, 1))
+    none, some = np.zeros((0, 2), np.int32), np.array([[5, 6], [7, 8]], np.int32)
     nobody, two = np.array([], np.int64), np.array([1, 3])
-    first = masks.put(np.zeros((0, 2), np.int32), nobody, 4, lease)
-    assert (first == -1).all()
-    second = masks.put(np.array([[5, 6], [7, 8]], np.int32), two, 4, lease)
-    assert second.data_ptr() == first.data_ptr()
-    assert second.tolist() == [[-1, -1], [5, 6], [-1, -1], [7, 8]]
-    assert (masks.put(np.zeros((0, 2), np.int32), nobody, 3, other) == -1).all()
-    assert (masks.put(np.zeros((0, 2), np.int32), nobody, 4, lease) == -1).all()
-    assert masks.put(np.array([[5, 6], [7, 8]], np.int32), two, 4, None).tolist()[1::2] == [[5, 6], [7, 8]]
+    assert masks.put(none, nobody, 4, lease)[1].tolist() == [-1] * 4
+    words, mask_of = masks.put(some, two, 4, lease)
+    assert (words.shape, words[:2].tolist(), mask_of.tolist()) == ((4, 2), some.tolist(), [-1, 0, -1, 1])
+    for bs in (3, 4):
+        again = masks.put(some[:1] + 1, two[:1], bs, lease)
+        assert [each.data_ptr() for each in again] == [words.data_ptr(), mask_of.data_ptr()]
+        assert (again[0][0].tolist(), again[1].tolist()) == ([6, 7], [-1, 0, -1, -1][:bs])
+    assert masks.put(none, nobody, 4, lease)[1].tolist() == [-1] * 4
+    assert masks.put(none, nobody, 3, other)[1].tolist() == [-1] * 3
+    words, mask_of = masks.put(some, two, 4, None)
+    assert (words.tolist(), mask_of.tolist()) == (some.tolist(), [-1, 0, -1, 1])
 
 
 def test_runs_are_stretches_of_neighbours():

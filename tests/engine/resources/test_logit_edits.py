@@ -11,11 +11,29 @@ from hypothesis import strategies as st
 from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo
 from mstar.engine.resources.logit_edits.config import LogitEditsReqConfig, LogitEditsSpec, LogitEditsStep
-from mstar.engine.resources.runner import build_resources
+from mstar.engine.resources.logit_edits.manager import LogitEdits
 from mstar.engine.resources.step import BucketKey, SlotLease, StepContext
 
 VOCAB, CAPACITY = 13, 8
 SLOTS = pytest.mark.parametrize("slot", [pytest.param(None, id="eager"), pytest.param(0, id="leased")])
+
+
+def device_edits(spec, info):
+    from mstar.engine.resources.logit_edits.device import DeviceLogitEdits
+
+    return DeviceLogitEdits(spec, info)
+
+
+@pytest.fixture(params=["arrays", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def make(request):
+    """Sessions on the CPU, of its own operations and of the kernels in Triton's interpreter, and on a GPU."""
+    if request.param == "arrays":
+        return Session
+    pytest.importorskip("triton")
+    if torch.cuda.is_available() != (request.param == "cuda"):
+        pytest.skip("kernels run on a GPU, or else in Triton's interpreter")
+    device = "cuda" if request.param == "cuda" else "cpu"
+    return lambda **options: Session(device=device, uses_kernels=True, **options)
 
 
 def config(allowed=(), words=(), stops=(), min_tokens=0, bias=None, presence=0.0, frequency=0.0):
@@ -59,10 +77,12 @@ def logits_of(rid, number, vocab=VOCAB):
 class Session:
     """The resource alone.  Requests are master rows 0 .. 7, padding rows 8 .. 15; every draw is what the test says."""
 
-    def __init__(self, vocab=VOCAB, device="cpu"):
+    def __init__(self, vocab=VOCAB, device="cpu", uses_kernels=False):
         info = EngineResourceInfo(torch.device(device), torch.float32, torch.float32, CAPACITY, CAPACITY, num_slots=2)
-        self.vocab, self.device = vocab, device
-        self.edits = build_resources([LogitEditsSpec("logit_edits", {"LLM"}, vocab)], info)["logit_edits"]
+        self.vocab, self.device, self.uses_kernels = vocab, device, uses_kernels
+        spec = LogitEditsSpec("logit_edits", {"LLM"}, vocab)
+        self.edits = device_edits(spec, info) if uses_kernels else LogitEdits.build(spec, info)
+        self.edits.build_accelerator_graph_buffers([], CAPACITY, CAPACITY)
         self.row_of = {-2 - i: CAPACITY + i for i in range(CAPACITY)}
         for rid, row in self.row_of.items():
             self.edits.ingest_request(rid, row, None)
@@ -143,29 +163,29 @@ CASES = {
 
 @pytest.mark.parametrize("slot", [None, 0])
 @pytest.mark.parametrize("name", CASES)
-def test_each_edit_does_what_it_says(name, slot):
-    session = Session()
+def test_each_edit_does_what_it_says(make, name, slot):
+    session = make()
     session.join(1, 3, CASES[name])
     for token in (1, 2, 2, 1, 2, 3, 1, 1, 1, 4):
         session.step({1: token}, slot=slot, padding=1)
 
 
-def test_a_bad_word_is_barred_only_where_it_would_be_completed():
-    session = Session()
+def test_a_bad_word_is_barred_only_where_it_would_be_completed(make):
+    session = make()
     session.join(1, 0, config(words=[[1, 2, 3], [9]]))
     seen = [barred(session.step({1: token})[1]) for token in (2, 1, 2, 3, 1, 2, 0)]
     assert seen == [[9], [9], [9], [3, 9], [9], [9], [3, 9]]
 
 
-def test_a_token_barred_by_one_edit_is_not_brought_back_by_another():
-    session = Session()
+def test_a_token_barred_by_one_edit_is_not_brought_back_by_another(make):
+    session = make()
     session.join(1, 0, config(allowed=[1, 2], words=[[2]], bias={2: 100.0, 5: 100.0}, frequency=-2.0))
     for _ in range(3):
         assert barred(session.step({1: 2})[1]) == [i for i in range(VOCAB) if i != 1]
 
 
-def test_nothing_left_is_a_row_of_minus_infinity_and_no_nan():
-    session = Session()
+def test_nothing_left_is_a_row_of_minus_infinity_and_no_nan(make):
+    session = make()
     session.join(1, 0, config(allowed=[4], words=[[4]], bias={4: 100.0}, presence=2.0))
     for _ in range(2):
         assert barred(session.step({1: 4})[1]) == list(range(VOCAB))
@@ -190,8 +210,8 @@ def test_a_vocabulary_generated_whole_has_room():
 
 
 @SLOTS
-def test_a_dropped_draw_counts_for_nothing(slot):
-    session = Session()
+def test_a_dropped_draw_counts_for_nothing(make, slot):
+    session = make()
     everything = config(words=[[1, 2]], stops=[0], min_tokens=2, presence=1.0)
     session.join(1, 0, everything)
     session.join(2, 1, everything)
@@ -228,6 +248,23 @@ def test_edits_are_in_place_where_the_logits_allow_it():
     logits = torch.zeros(1, VOCAB)
     assert session.edits.apply(logits) is logits
     assert barred(logits[0].numpy()) == [3]
+
+
+@SLOTS
+@pytest.mark.parametrize("edits", [None, config(words=[[3]])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_device_the_logits_stay_as_they_are(make, slot, edits, dtype):
+    session = make()
+    if not session.uses_kernels:
+        pytest.skip("on the CPU edits are in place")
+    session.join(1, 0, edits)
+    session.plan(session.context([1], padding=1, slot=slot))
+    logits = torch.zeros(2, 2 * VOCAB, dtype=dtype, device=session.device)[:, ::2]
+    edited = session.edited(logits)
+    assert (edited.dtype, edited.is_contiguous()) == (torch.float32, True)
+    assert barred(edited[0].cpu().numpy()) == ([] if edits is None else [3])
+    edited.fill_(1)
+    assert not logits.any()
 
 
 @pytest.mark.parametrize(
@@ -274,9 +311,28 @@ def test_a_batch_is_laid_out_once_while_it_stays_as_it_is(slot, monkeypatch):
     assert len(laid_out) == 3
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_batches_of_any_composition_edit_as_each_row_asked(make, seed):
+    session, rng, number = make(), np.random.default_rng(seed), 0
+    for _ in range(40):
+        for row in rng.choice(CAPACITY, 2, replace=False).tolist():
+            here = [rid for rid, own in session.row_of.items() if own == row]
+            if here:
+                session.leave(here[0])
+            else:
+                number += 1
+                session.join(number, row, CASES[rng.choice(list(CASES))] if rng.random() < 0.8 else None)
+        rids = [rid for rid in session.configs if rng.random() < 0.7]
+        if rids:
+            kept = None if rng.random() < 0.5 else frozenset(rid for rid in rids if rng.random() < 0.7)
+            tokens = {rid: int(rng.integers(0, 4)) for rid in rids}
+            padding = int(rng.integers(0, CAPACITY - len(rids) + 1))
+            session.step(tokens, kept, padding=padding, slot=[None, 0, 1][rng.integers(3)])
+
+
 @SLOTS
-def test_a_reused_row_starts_over(slot):
-    session = Session()
+def test_a_reused_row_starts_over(make, slot):
+    session = make()
     history = config(words=[[1, 2]], stops=[0], min_tokens=3, frequency=1.0)
     for rid in (1, 2, 3):
         session.join(rid, 5, history)
@@ -299,8 +355,8 @@ def test_a_departure_frees_its_slots():
     session.edits.remove_request(99, 0)
 
 
-def test_ingest_again_takes_new_edits_and_keeps_what_was_generated():
-    session = Session()
+def test_ingest_again_takes_new_edits_and_keeps_what_was_generated(make):
+    session = make()
     session.join(1, 0, config(words=[[1, 2]], stops=[0], min_tokens=2, presence=1.0))
     session.step({1: 1})
     session.join(1, 0, config(words=[[1, 3], [5, 1, 4]], stops=[0], min_tokens=2, frequency=2.0))
@@ -309,21 +365,21 @@ def test_ingest_again_takes_new_edits_and_keeps_what_was_generated():
     assert barred(session.step({1: 1})[1]) == [3, 4]
 
 
-def test_an_abandoned_step_changes_nothing_and_can_run_again():
-    session = Session()
+def test_an_abandoned_step_changes_nothing_and_can_run_again(make):
+    session = make()
     session.join(1, 0, CASES["everything"])
     session.step({1: 1})
     ctx = session.context([1])
     step = session.plan(ctx)
-    session.edits.apply(torch.zeros(1, VOCAB))
-    session.edits.record(torch.tensor([2]))
+    session.edits.apply(torch.zeros(1, VOCAB, device=session.device))
+    session.edits.record(torch.tensor([2], device=session.device))
     session.edits.abandon(step, ctx)
     session.edits.abandon(step, ctx)
     session.step({1: 1})
 
 
-def test_a_step_that_samples_nothing_moves_nothing():
-    session = Session()
+def test_a_step_that_samples_nothing_moves_nothing(make):
+    session = make()
     session.join(1, 0, CASES["everything"])
     ctx = session.context([1])
     session.edits.commit(session.plan(ctx), ctx)
@@ -345,15 +401,6 @@ def test_a_captured_step_has_the_same_operators_whoever_is_in_it(slot):
         return [op.name for op in ops]
 
     assert trace(1) == trace(2)
-
-
-def test_a_graph_of_a_device_is_refused_rather_than_served_without_edits():
-    session = Session()
-    session.edits._device = torch.device("cuda")
-    ctx = session.context([], padding=1, slot=0)
-    ctx.capture = True
-    with pytest.raises(RuntimeError, match="cannot be captured on cuda"):
-        session.plan(ctx)
 
 
 class TestRefusals:

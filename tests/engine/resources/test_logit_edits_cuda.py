@@ -1,4 +1,4 @@
-"""Edits of logits on a device, in eager steps: what they are on the CPU."""
+"""Edits of logits in real graphs: a replay runs none of their Python, and edits as the CPU does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from mstar.engine.resources.base import EngineResourceInfo
 from mstar.engine.resources.logit_edits.config import LogitEditsReqConfig, LogitEditsSpec, LogitEditsStep
 from mstar.engine.resources.runner import build_resources
-from mstar.engine.resources.step import StepContext
+from mstar.engine.resources.step import BucketKey, SlotLease, StepContext
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,26 +26,84 @@ CONFIGS = [
 ]
 
 
-def test_the_device_edits_as_the_cpu_does():
-    edits = {}
-    for device in ("cpu", "cuda"):
-        info = EngineResourceInfo(torch.device(device), torch.float32, torch.float32, ROWS, 0)
-        edits[device] = build_resources([LogitEditsSpec("edits", {"LLM"}, VOCAB)], info)["edits"]
-        for row, config in enumerate(CONFIGS):
-            edits[device].ingest_request(row, row, config)
-    generator, rows = torch.Generator().manual_seed(0), np.arange(ROWS)
+def built(device):
+    info = EngineResourceInfo(torch.device(device), torch.float32, torch.float32, ROWS, ROWS, num_slots=2)
+    edits = build_resources([LogitEditsSpec("edits", {"LLM"}, VOCAB)], info)["edits"]
+    edits.build_accelerator_graph_buffers([], ROWS, ROWS)
+    return edits
+
+
+def context(rids, slot, capture=False):
+    padded = (*rids, *(-2 - i for i in range(ROWS - len(rids))))
+    rows = np.array([rid if rid >= 0 else ROWS - 2 - rid for rid in padded])
+    lease = None if slot is None else SlotLease(slot, BucketKey("decode", ROWS, ROWS))
+    return StepContext("decode", tuple(rids), rows, np.ones(ROWS), padded, slot or 0, capture, slot_lease=lease)
+
+
+class Captured:
+    """One graph per slot, of a forward that edits static logits and takes static tokens."""
+
+    def __init__(self, edits):
+        self.edits = edits
+        self.logits = torch.zeros(ROWS, VOCAB, dtype=torch.bfloat16, device="cuda")
+        self.tokens = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+        self.graphs = [self._capture(slot) for slot in (0, 1)]
+
+    def _forward(self):
+        edited = self.edits.hold_back(self.edits.apply(self.logits))
+        self.edits.record(self.tokens)
+        return edited
+
+    def _capture(self, slot):
+        ctx, step, stream = context((), slot, capture=True), LogitEditsStep(), torch.cuda.Stream()
+        for _ in range(2):
+            self.edits.plan(step, ctx)
+            with torch.cuda.stream(stream):
+                self._forward()
+            stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self.edits.plan(step, ctx)
+        with torch.cuda.graph(graph):
+            edited = self._forward()
+        self.edits.abandon(step, ctx)
+        return graph, edited
+
+    def run(self, slot, logits, tokens):
+        self.logits.copy_(logits)
+        self.tokens.copy_(tokens)
+        graph, edited = self.graphs[slot]
+        graph.replay()
+        return edited.clone()
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+def test_the_device_edits_as_the_cpu_does(is_captured):
+    on_cpu, on_device = built("cpu"), built("cuda")
+    captured = Captured(on_device) if is_captured else None
+    for row, config in enumerate(CONFIGS):
+        for edits in (on_cpu, on_device):
+            edits.ingest_request(row, row, config)
+    generator = torch.Generator().manual_seed(0)
     for number in range(80):
-        raw = torch.randn(ROWS, VOCAB, generator=generator)
+        logits = torch.randn(ROWS, VOCAB, generator=generator).bfloat16()
         tokens = torch.randint(0, 4 if number % 2 else VOCAB, (ROWS,), generator=generator)
-        kept = frozenset(range(number % 3, ROWS))
-        ctx, step, edited = (
-            StepContext("decode", tuple(range(ROWS)), rows, np.ones(ROWS)),
-            LogitEditsStep(None, kept),
-            {},
-        )
-        for device, own in edits.items():
-            own.plan(step, ctx)
-            edited[device] = own.hold_back(own.apply(raw.to(device, copy=True))).cpu()
-            own.record(tokens.to(device))
-            own.commit(step, ctx)
-        torch.testing.assert_close(edited["cuda"], edited["cpu"], rtol=1e-6, atol=1e-6)
+        rids = [rid for rid in range(ROWS) if (number + rid) % 5]
+        step = LogitEditsStep(None, frozenset(rids[number % 3 :]))
+        ctx = context(rids, number % 2 if is_captured else None)
+        for edits in (on_cpu, on_device):
+            edits.plan(step, ctx)
+        wanted = on_cpu.hold_back(on_cpu.apply(logits))
+        if captured is None:
+            edited = on_device.hold_back(on_device.apply(logits.cuda()))
+        else:
+            edited = captured.run(number % 2, logits, tokens)
+        assert torch.equal(edited.cpu(), wanted)
+        on_cpu.record(tokens)
+        if captured is None:
+            on_device.record(tokens.cuda())
+        for edits in (on_cpu, on_device):
+            edits.commit(step, ctx)
+        if number % 20 == 19:
+            for edits in (on_cpu, on_device):
+                edits.remove_request(number % ROWS, number % ROWS)
+                edits.ingest_request(number % ROWS, number % ROWS, CONFIGS[number % 7 % ROWS])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo
 from mstar.engine.resources.logprobs.config import LogprobsReqConfig, LogprobsSpec, LogprobsStep
-from mstar.engine.resources.logprobs.manager import _Asking
 from mstar.engine.resources.runner import build_resources
 from mstar.engine.resources.step import BucketKey, SlotLease, StepContext
 
@@ -109,18 +108,6 @@ def test_rows_are_told_what_they_asked_for_and_others_nothing(slot):
     for padding in (0, 2):
         session.step(range(6), slot=slot, padding=padding)
     session.step([4, 0, 2], slot=slot)
-
-
-def test_a_step_that_is_told_of_whole_is_kept_from_later_edits_too():
-    session, logits = Session(), torch.arange(2.0 * VOCAB).view(2, VOCAB)
-    raw = logits.clone()
-    session.logprobs.plan(STEP, session.context([], padding=2))
-    session.logprobs._planned.asking = _Asking(None, torch.tensor([2, -1]), 2)  # as devices ask
-    session.logprobs.observe(logits)
-    logits.fill_(-torch.inf)
-    rows = list(zip(*session.logprobs.of(torch.tensor([4, 5])).values(), strict=True))
-    check(rows[0], told_of(raw[0].numpy(), 4, 2))
-    check(rows[1], told_of(raw[1].numpy(), 5, -1))
 
 
 @SLOTS

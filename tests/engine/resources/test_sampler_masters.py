@@ -79,6 +79,16 @@ def test_scatter_reaches_the_kept_rows_alone(masters):
     assert masters.last_token[TRASH] in torch.arange(5) + 10
 
 
+def test_only_what_has_moved_is_put_back(masters):
+    _, index = masters.target(ROWS, IDS, None, lease(0))
+    masters.scatter(index, torch.tensor([1, 2, 3, 0, 0]), torch.tensor([10, 20, 30, 0, 0]))
+    masters.put_back(index, torch.tensor([1, 1, 3, 0, 0]), torch.tensor([11, 21, 31, 0, 0]))
+    assert masters.offset[[4, 0, 2]].tolist() == [1, 1, 3]
+    assert masters.last_token[[4, 0, 2]].tolist() == [10, 21, 30]
+    masters.put_back(index, torch.zeros(5, dtype=torch.int64), None)
+    assert masters.last_token[[4, 0, 2]].tolist() == [10, 21, 30]
+
+
 def test_the_trash_row_starts_at_a_valid_id_and_holds_nothing_else(masters):
     assert masters.last_token[masters.trash_row] == 0
     masters.scatter(torch.tensor([TRASH, TRASH]), torch.tensor([1, 1]), torch.tensor([7, 8]))

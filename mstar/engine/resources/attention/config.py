@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
 
 class AttentionBackend(StrEnum):
-    """SDPA: torch's scaled-dot-product attention over gathered pages, on any device."""
+    """SDPA: torch's scaled-dot-product attention over gathered pages, on any device, planned on the host.
+    FLASHINFER: its paged kernels, on CUDA.  TRITON: kernels of our own that take lengths and pages from the device;
+    on the CPU their torch references.
+    """
 
     SDPA = "SDPA"
+    FLASHINFER = "FLASHINFER"
+    TRITON = "TRITON"
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,22 @@ import numpy as np
 import torch
 
 from mstar.engine import strict_mode
+from mstar.engine.resources.attention.backends import LabelAttention, make_planner
 from mstar.engine.resources.attention.config import AttentionConfig, AttentionSpec, AttentionStep
-from mstar.engine.resources.attention.plan import AttentionShape, LabelPlan
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.kv.manager import PagedKVManager
 from mstar.engine.resources.kv.plan import KVPlan
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.static import StepBuffer
-from mstar.engine.resources.step import MAIN_LABEL, BucketKey, LabelRows, ResourceStep, StepContext
-from mstar.kernels.attention import GATHER_BYTES, gathered_elements
-from mstar.kernels.cpu.paged_decode import PagedDecode, PagedDecodeKernel, paged_decode_kernel
+from mstar.engine.resources.step import MAIN_LABEL, BucketKey, LabelRows, ResourceStep, SlotLease, StepContext
 
 
 class AttentionManager(Resource):
     """Writes each layer's keys and values and attends, over what the KV plan of the step says.
 
-    Every plan label has a layer cursor of its own, which starts at 0 in every ``plan`` and moves by itself, once per
-    :meth:`attend`.
+    What is planned and how it is computed is the backend's (see :class:`~.backends.AttentionPlanner`).  Every plan
+    label has a layer cursor of its own, which starts at 0 in every ``plan`` and moves by itself: once per
+    :meth:`attend`, or per :meth:`attend_stored` behind a :meth:`next_layer`.
     """
 
     supports_preplan = True
@@ -34,18 +33,11 @@ class AttentionManager(Resource):
         self.config = config
         self._info = info
         self._layers = kv.cache.unbind(0)
-        self._kernel: PagedDecodeKernel | None = None
-        if info.device.type == "cpu" and info.dtype == kv.cache.dtype == torch.float32:
-            heads = (kv.config.num_qo_heads, kv.config.num_kv_heads, kv.config.head_dim)
-            self._kernel = paged_decode_kernel(*heads, kv.config.page_size)
-        token_bytes = 2 * kv.config.num_kv_heads * kv.config.head_dim * kv.cache.element_size()
-        self._shape = AttentionShape(kv.config.page_size, GATHER_BYTES // token_bytes, info.device, info.dtype)
-        self._scratch = torch.empty(0, dtype=kv.cache.dtype, device=info.device)
-        self._kernels: dict[tuple[str, int], PagedDecode] = {}  # by label and slot, kept for what they keep
-        self._of_slot: dict[tuple[str, int], LabelPlan] = {}  # the last that can be followed, by label and slot
-        self._plans: dict[str, LabelPlan] = {}
+        self._planner = make_planner(config, kv, info)
+        self._plans: dict[str, LabelAttention] = {}
         self._last_rows: dict[str, torch.Tensor] = {}
-        self._staged: tuple[dict[str, LabelPlan], dict[str, torch.Tensor]] | None = None
+        self._staged: tuple[dict[str, LabelAttention], dict[str, torch.Tensor]] | None = None
+        self._repeating: dict[int, tuple[ResourceStep, SlotLease]] = {}  # by slot, what its buffers hold of such steps
         self._last_index: dict[str, StepBuffer] = {}
         self._max_bs = 0
 
@@ -62,14 +54,11 @@ class AttentionManager(Resource):
         plans, last_rows = {}, {}
         for label, cache_plan in cache_plans.items():
             spans = _query_spans(cache_plan, own_rows.get(label))
-            plans[label] = plan = self._planned(label, cache_plan, spans, step.causal, ctx.slot)
+            plans[label] = plan = self._planner.plan(label, cache_plan, spans, step.causal, ctx)
             # A packed capture has the gather in its graph, also when every prompt is one token long.
             if ctx.is_packed or not plan.is_decode:
                 last_rows[label] = self._last_tokens(label, spans, ctx)
-            if plan.groups:
-                gathered = gathered_elements(plan.groups, self._layers[0])
-                if gathered > self._scratch.numel():
-                    self._scratch = self._scratch.new_empty(gathered)
+        self._note_repeating(step, ctx, plans)
         if ctx.is_preplan:
             self._staged = plans, last_rows
         else:
@@ -81,6 +70,8 @@ class AttentionManager(Resource):
         settled: dict[str, KVPlan] = ctx.plan_results[self.config.kv_cache]
         if plans.keys() == settled.keys() and all(plan.kv is settled[label] for label, plan in plans.items()):
             self._plans, self._last_rows = plans, last_rows
+            for plan in plans.values():
+                self._planner.promote(plan, ctx)
         else:
             self.plan(step, ctx)
 
@@ -103,9 +94,34 @@ class AttentionManager(Resource):
         """
         plan = self._plans[label]
         layer = self._layers[plan.layer]
+        if plan.layer == 0:
+            plan.kv.begin()
         plan.layer += 1
         with strict_mode.opaque("attend"):
-            return plan.attend(layer, q, k, v, self._scratch)
+            return plan.attend(layer, q, k, v)
+
+    def next_layer(self, label: str = MAIN_LABEL) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a forward that stores keys and values itself puts those of the label's next layer.
+
+        Returns:
+            The layer, ``kv_dtype`` [pages, 2, page_size, kv heads, head_dim], and int64 [m]: each new token's row in
+            it, seen as [pages * 2 * page_size, kv heads, head_dim]; its value lies ``page_size`` rows further.
+
+        Raises:
+            KeyError, IndexError: as :meth:`attend`.
+        """
+        plan = self._plans[label]
+        if plan.layer == 0:
+            plan.kv.begin()
+        return self._layers[plan.layer], plan.kv.key_index
+
+    def attend_stored(self, q: torch.Tensor, label: str = MAIN_LABEL) -> torch.Tensor:
+        """:meth:`attend` of the layer that :meth:`next_layer` gave, once its new keys and values are stored."""
+        plan = self._plans[label]
+        layer = self._layers[plan.layer]
+        plan.layer += 1
+        with strict_mode.opaque("attend"):
+            return plan.attend_stored(layer, q)
 
     def last_rows(self, x: torch.Tensor, label: str = MAIN_LABEL) -> torch.Tensor:
         """Each row's last token under ``label``: [n, d] -> [rows, d]; ``x`` itself when every row has one token.
@@ -115,29 +131,23 @@ class AttentionManager(Resource):
         index = self._last_rows.get(label)
         return x if index is None else torch.index_select(x, 0, index)
 
+    def repeats_in_graph(self, step: ResourceStep, ctx: StepContext) -> bool:
+        last = self._repeating.get(ctx.slot)
+        return last is not None and last[0] is step and last[1] is ctx.slot_lease
+
     def build_accelerator_graph_buffers(self, buckets: Sequence[BucketKey], max_bs: int, max_seq_len: int) -> None:
         self._max_bs = max(self._max_bs, max_bs)
         for buffer in self._last_index.values():
             buffer.reserve(self._max_bs)
+        self._planner.reserve(buckets, max_bs, max_seq_len)
 
-    def _planned(self, label: str, cache_plan: KVPlan, spans: np.ndarray, causal: bool, slot: int) -> LabelPlan:
-        """A plan for a step on ``slot``, in place of the last one there; that of another slot's step may still run."""
-        plan = self._of_slot.get((label, slot))
-        if plan is None or not plan.follow(cache_plan, spans, causal):
-            kernel = self._kernel_of(label, slot)
-            plan = LabelPlan(cache_plan, spans, causal, self.config, self._shape, kernel)
-            if plan.can_follow:
-                self._of_slot[label, slot] = plan
-        return plan
-
-    def _kernel_of(self, label: str, slot: int) -> PagedDecode | None:
-        """What plans and calls the kernel for steps on ``slot``."""
-        if self._kernel is None:
-            return None
-        kernel = self._kernels.get((label, slot))
-        if kernel is None:
-            kernel = self._kernels[label, slot] = PagedDecode(self._kernel)
-        return kernel
+    def _note_repeating(self, step: ResourceStep, ctx: StepContext, plans: dict[str, LabelAttention]) -> None:
+        if ctx.slot_lease is None:
+            return
+        if all(plan.repeats_in_graph for plan in plans.values()):
+            self._repeating[ctx.slot] = step, ctx.slot_lease
+        else:
+            self._repeating.pop(ctx.slot, None)
 
     def _last_tokens(self, label: str, spans: np.ndarray, ctx: StepContext) -> torch.Tensor:
         buffer = self._last_index.get(label)

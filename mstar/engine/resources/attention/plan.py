@@ -9,7 +9,7 @@ import torch
 
 from mstar.engine.resources.attention.config import AttentionConfig
 from mstar.engine.resources.kv.plan import KVPlan
-from mstar.kernels.attention import Group, attend, plan_groups, write_kv
+from mstar.kernels.attention import Group, attend, gathered_elements, plan_groups, write_kv
 from mstar.kernels.cpu.paged_decode import PagedDecode, first_seen
 
 # Tokens of a row up to which the paged kernel, a query at a time, takes 0.3 to 0.75 of the groups' time; from twice as
@@ -27,9 +27,23 @@ class AttentionShape:
     dtype: torch.dtype  # of queries
 
 
+class Scratch:
+    """Memory for the pages of ``layer``'s kind that one group gathers, shared by all plans."""
+
+    def __init__(self, layer: torch.Tensor) -> None:
+        self.memory = layer.new_empty(0)
+        self._layer = layer
+
+    def reserve(self, groups: list[Group]) -> None:
+        """Room for the largest gather among ``groups``; may move."""
+        elements = gathered_elements(groups, self._layer)
+        if elements > self.memory.numel():
+            self.memory = self.memory.new_empty(elements)
+
+
 class LabelPlan:
-    """One label's planned attention, the same for all layers; ``layer`` is the next one.  ``can_follow``: whether
-    :meth:`follow` has any use.
+    """One label's planned attention (:class:`~.backends.LabelAttention`).  ``can_follow``: whether :meth:`follow` has
+    any use.
 
     Leading rows of one new token go through the paged kernel, which stores their keys and values itself; the other
     rows through groups of equal shape, or through the kernel too while all are short.  Deterministic plans send every
@@ -41,6 +55,8 @@ class LabelPlan:
         kernel: planned anew here, so in no other plan's use; None where the device or the dtypes have none.
     """
 
+    repeats_in_graph = False  # page lists and masks are the host's
+
     def __init__(
         self,
         kv: KVPlan,
@@ -49,8 +65,10 @@ class LabelPlan:
         config: AttentionConfig,
         shape: AttentionShape,
         kernel: PagedDecode | None,
+        scratch: Scratch,
     ) -> None:
         self.kv, self.layer = kv, 0
+        self._scratch = scratch
         own_keys = spans is kv.spans or np.array_equal(spans, kv.spans)
         self.is_decode = kv.is_decode if own_keys else bool((spans == 1).all())  # one query token in every row
         self.num_tokens = spans.size if self.is_decode else int(spans.sum())
@@ -85,6 +103,7 @@ class LabelPlan:
                 own_keys=own_keys,
                 by_token=config.deterministic,
             )
+            scratch.reserve(self.groups)
         # Rows of one token through the kernel alone: all else here hangs on the spans.
         self.can_follow = own_keys and self.is_decode and lead_rows == spans.size > 0
         self._spans, self._causal, self._window = spans, causal, window
@@ -106,15 +125,13 @@ class LabelPlan:
         self._kernel.plan(ends, indptrs.paged_kv_indices, indptrs.paged_kv_indptr, first_seen(ends, self._window))
         return True
 
-    def attend(
-        self, layer: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scratch: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Stores the new keys and values in ``layer`` and attends; arguments as :func:`attend` takes them.
 
         Tokens of q behind the planned ones are those of a padded bucket: they give zeros, and nothing of them is
         stored.
         """
-        kernel, lead, count = self._kernel, self._lead, self.num_tokens
+        kernel, lead, count, scratch = self._kernel, self._lead, self.num_tokens, self._scratch.memory
         if self._stored is not None:
             write_kv(layer, self._key_index, self._value_index, k[self._stored], v[self._stored])
         if count == q.shape[0]:
@@ -130,6 +147,12 @@ class LabelPlan:
             rest = slice(lead, count)
             attend(self.groups, layer, q[rest], k[rest], v[rest], scratch, out[rest])
         return out
+
+    def attend_stored(self, layer: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """:meth:`attend` over keys and values that are in ``layer``: reads the new ones back, and stores them again."""
+        flat = layer.view(-1, *layer.shape[3:])
+        k, v = (flat.index_select(0, index).to(q.dtype) for index in (self.kv.key_index, self.kv.value_index))
+        return self.attend(layer, q, k, v)
 
 
 def _are_short(kv_lens: np.ndarray, spans: np.ndarray) -> bool:

@@ -57,12 +57,12 @@ class _Batch(NamedTuple):
 
 
 class _PlannedStep(NamedTuple):
-    """``words`` int32 [live, words] of a batch's live rows; ``device_words`` int32 [bs, words] where a device reads
-    them."""
+    """``words`` int32 [live, words] of a batch's live rows; ``on_device``: masks and whose they are, where a device
+    reads them."""
 
     batch: _Batch
     words: np.ndarray
-    device_words: torch.Tensor | None
+    on_device: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class Grammars(Resource):
@@ -159,8 +159,8 @@ class Grammars(Resource):
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Bars what grammars do not allow in ``logits`` [bs, V]: -inf, in place.  Other rows are not touched."""
         if self._slots is not None:
-            if self._planned is not None and self._planned.device_words is not None:
-                bar_rows(logits, self._planned.device_words)
+            if self._planned is not None and self._planned.on_device is not None:
+                bar_rows(logits, *self._planned.on_device)
             return logits
         with strict_mode.opaque("grammar"):
             planned = self._planned

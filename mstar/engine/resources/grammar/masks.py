@@ -60,37 +60,66 @@ def bar_runs(logits: torch.Tensor, words: np.ndarray, runs: Sequence[tuple[int, 
             np.copyto(host[start:stop], _BARRED, where=run)  # a third of torch's time
 
 
-def bar_rows(logits: torch.Tensor, words: torch.Tensor) -> None:
-    """On a device: ``words`` int32 [bs, words] of every row of ``logits`` [bs, V]."""
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    barred = ((words.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, : logits.shape[1]] == 0
-    logits.masked_fill_(barred, _BARRED)
+def bar_rows(logits: torch.Tensor, words: torch.Tensor, mask_of: torch.Tensor) -> None:
+    """Bars in ``logits`` [bs, V] what the masks ``words`` int32 [masks, words] do not allow: row ``i`` by mask
+    ``mask_of[i]`` int32, or not at all where that is -1.
+
+    On the CPU in torch operators: the reference of :func:`mstar.kernels.cuda.bitmask.bar_rows`.
+    """
+    if logits.device.type == "cuda":
+        from mstar.kernels.cuda.bitmask import bar_rows as bar_in_one_kernel
+
+        bar_in_one_kernel(logits, words, mask_of)
+        return
+    shifts = torch.arange(32, dtype=torch.int32)
+    own = words.index_select(0, mask_of.clamp(min=0))
+    is_allowed = ((own.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    logits.masked_fill_(~is_allowed & (mask_of >= 0)[:, None], _BARRED)
 
 
 class SlotMasks:
-    """The masks of a step on a device, one per row of the batch: all bits are set for rows without a grammar."""
+    """The masks of a step on a device: those of rows under a grammar, one behind the other, and which row has which.
+
+    Only masks that there are travel, and the rest only when the batch changes.
+    """
 
     def __init__(self, words_per_row: int, device: torch.device, num_slots: int) -> None:
         self._words_per_row = words_per_row
-        self._device = device
-        self._buffer = StepBuffer(torch.int32, device, num_slots, fill=-1)
-        self._is_moved = [False] * num_slots  # whether any bit of the slot's buffer may be unset
+        self._words = StepBuffer(torch.int32, device, num_slots)
+        self._mask_of = StepBuffer(torch.int32, device, num_slots, fill=-1)
+        self._max_bs = 0
+        self._sent: dict[int, tuple[np.ndarray, int]] = {}  # by slot: the places and rows that ``_mask_of`` tells
 
     def reserve(self, max_bs: int) -> None:
-        self._buffer.reserve(max_bs * self._words_per_row)
+        self._max_bs = max(max_bs, self._max_bs)
+        self._words.reserve(max_bs * self._words_per_row)
+        self._mask_of.reserve(max_bs)
+        self._sent.clear()
 
-    def put(self, words: np.ndarray, places: np.ndarray, bs: int, lease: SlotLease | None) -> torch.Tensor:
-        """``words`` int32 [live, words] at ``places`` of ``bs`` rows, on the device: int32 [bs, words]."""
-        shape = (bs, self._words_per_row)
+    def put(
+        self, words: np.ndarray, places: np.ndarray, bs: int, lease: SlotLease | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``words`` int32 [live, words] at ``places`` of ``bs`` rows.
+
+        Returns:
+            On the device, as :func:`bar_rows` takes them: masks int32 [masks, words], under a lease as many as there
+            is room for, of which the first are these; and which row has which, int32 [bs].
+        """
         if lease is None:
-            every = np.full(shape, -1, np.int32)
-            every[places] = words
-            return torch.from_numpy(every).to(self._device, non_blocking=True)
-        view = self._buffer.static(bs * self._words_per_row, lease)
-        if places.size or self._is_moved[lease.slot]:
-            host = view.host.reshape(shape)
-            host[...] = -1
-            host[places] = words
-            view.sent()
-            self._is_moved[lease.slot] = True
-        return view.device.view(shape)
+            return self._words.put(words.reshape(-1), None).view(words.shape), self._mask_of.put(
+                _mask_of(places, bs), None
+            )
+        if places.size:
+            self._words.put(words.reshape(-1), lease)
+        sent = self._sent.get(lease.slot)
+        if sent is None or sent[1] != bs or not np.array_equal(sent[0], places):
+            self._mask_of.put(_mask_of(places, bs), lease)
+            self._sent[lease.slot] = places, bs
+        room = self._words.view(self._max_bs * self._words_per_row, lease)
+        return room.view(self._max_bs, self._words_per_row), self._mask_of.view(bs, lease)
+
+
+def _mask_of(places: np.ndarray, bs: int) -> np.ndarray:
+    mask_of = np.full(bs, -1, np.int32)
+    mask_of[places] = np.arange(places.size)
+    return mask_of

@@ -13,6 +13,7 @@ from mstar.engine.resources.kv.admission import AdmissionGate
 from mstar.engine.resources.kv.config import Fork, KVReqConfig, KVStep, PagedKVConfig, PagedKVSpec, Retention
 from mstar.engine.resources.kv.departures import Departures
 from mstar.engine.resources.kv.forks import Forks
+from mstar.engine.resources.kv.graph_steps import DeviceState
 from mstar.engine.resources.kv.growth import Growth
 from mstar.engine.resources.kv.offload import OffloadPool
 from mstar.engine.resources.kv.offloading import Offloading
@@ -94,6 +95,8 @@ class PagedKVManager(KVQuestions, Resource):
         self._planner = Planner(
             self._streams, config.page_size, info.device, info.num_slots, self._plan_cache, self._ring
         )
+        self._info = info
+        self._device_state: DeviceState | None = None
         self._debug = knobs.kv_debug_asserts()
 
     def _make_sharing(self, info: EngineResourceInfo) -> PrefixSharing:
@@ -125,6 +128,16 @@ class PagedKVManager(KVQuestions, Resource):
         if not isinstance(kv, cls):
             raise ValueError(f"resource {resource_key!r}: {kv_cache!r} is no paged KV cache")
         return kv
+
+    def keep_on_device(self) -> None:
+        """Keeps page table and lengths on the device as well: plans have a view from now on.  MSTAR_KV_INGRAPH_LENGTHS
+        is read here.  Asked by those who need it as they are built."""
+        if self._device_state is None:
+            info, page_size = self._info, self.config.page_size
+            self._device_state = DeviceState(
+                self._streams, page_size, info.device, info.num_slots, knobs.kv_ingraph_lengths()
+            )
+            self._planner.keep_on_device(self._device_state)
 
     # Requests.
 
@@ -311,7 +324,9 @@ class PagedKVManager(KVQuestions, Resource):
         rows = self._rows_of_step(step, ctx)
         if not (ctx.is_preplan or self._forks.is_empty):
             self._forks.copy(ctx.rows)  # before the step writes; planned ahead, the step before may still write
-        plans = self._planner.plan(rows, ctx)
+        plans = self._planner.plan(rows, ctx, step.commit)
+        if self._device_state is not None and not ctx.is_preplan:
+            self._device_state.bring(rows, plans)
         if ctx.is_preplan:
             self._staged = _Staged(ctx, rows, self._streams.epoch, self._streams.generation[rows.streams], plans)
         if self._debug:
@@ -328,14 +343,26 @@ class PagedKVManager(KVQuestions, Resource):
         if not self._forks.is_empty:
             self._forks.copy(ctx.rows)
         self._plan_cache.hand_over(staged.ctx, ctx)
+        if self._device_state is not None:
+            self._device_state.bring(staged.rows, staged.plans)
         return staged.plans
+
+    def repeats_in_graph(self, step: ResourceStep, ctx: StepContext) -> bool:
+        assert isinstance(step, KVStep)
+        state = self._device_state
+        return state is not None and state.kept(self._rows_of_step(step, ctx), ctx, step.commit) is not None
 
     def clear_preplan(self) -> None:
         if self._ahead is not None:
             self._give_up(self._ahead)
+            if self._device_state is not None:
+                self._device_state.discard(self._ahead.slot)
         self._staged = self._ahead = None
 
     def abandon(self, step: ResourceStep, ctx: StepContext) -> None:
+        assert isinstance(step, KVStep)
+        if self._device_state is not None:
+            self._device_state.forget(self._rows_of_step(step, ctx))
         self._give_up(ctx)
 
     def _give_up(self, ctx: StepContext) -> None:
@@ -356,6 +383,8 @@ class PagedKVManager(KVQuestions, Resource):
             else:
                 self._streams.advance(rows.streams, rows.spans, rows.growing)
             self._growth.committed(rows, before)
+            if self._device_state is not None:
+                self._device_state.committed(rows, before)
             if self._plan_cache_mode != OFF:
                 self._plan_cache.committed(ctx, self._streams, before)
             if self._sharing is not None:

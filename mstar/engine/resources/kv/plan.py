@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from mstar.engine.resources.kv.device_view import DeviceView
 from mstar.engine.resources.kv.step_rows import PlannedRows
 from mstar.engine.resources.ragged import indptr, ragged_arange
 
@@ -45,6 +48,56 @@ class PagedIndptrs:
 
 
 @dataclass(eq=False)
+class HostPlan:
+    """The part of a plan that is computed on the host; ``addresses`` int64 [tokens of the rows] are the keys'."""
+
+    starts: np.ndarray
+    kv_lens: np.ndarray
+    indptrs: PagedIndptrs
+    addresses: np.ndarray
+
+
+class DeferredHostPlan:
+    """A :class:`HostPlan` that is made when somebody reads it, which must be before the step commits."""
+
+    def __init__(self, make: Callable[[], HostPlan]) -> None:
+        self._make = make
+        self._plan: HostPlan | None = None
+
+    def renew(self) -> None:
+        """What was made is no longer right."""
+        self._plan = None
+
+    @property
+    def starts(self) -> np.ndarray:
+        return self._made().starts
+
+    @property
+    def kv_lens(self) -> np.ndarray:
+        return self._made().kv_lens
+
+    @property
+    def indptrs(self) -> PagedIndptrs:
+        return self._made().indptrs
+
+    def _made(self) -> HostPlan:
+        if self._plan is None:
+            self._plan = self._make()
+        return self._plan
+
+
+class StepHead(Protocol):
+    """What a forward computes on the device before its first layer, for all labels of the step; once per plan."""
+
+    @property
+    def streams(self) -> np.ndarray:
+        """Streams of the step's real rows, int64 [n]; one array for equal batches."""
+        ...
+
+    def begin(self) -> None: ...
+
+
+@dataclass(eq=False)
 class KVPlan:
     """What attention and positions read of one plan label of a step.  ``B`` rows, padding included.
 
@@ -53,30 +106,42 @@ class KVPlan:
     those of a padded bucket.  ``key_index`` and ``value_index``, int64 [num_tokens] on the device, say where each
     token's key and value go in a layer seen as [pages * 2 * page_size, kv heads, head_dim]; tokens that belong to no
     row go to the sink page.
+
+    ``view``: the same on the device, for kernels that want it there.  With ``head`` the forward itself computes the
+    indices and the view's ``kv_lens``, in :meth:`begin`; the plan is the same object for as long as its batch is.
     """
 
     label: str
     rows: np.ndarray  # int64 [B], master rows
     streams: np.ndarray  # int64 [B]
-    starts: np.ndarray  # int64 [B], tokens stored before the step
     spans: np.ndarray  # int64 [B], new tokens
-    kv_lens: np.ndarray  # int64 [B], starts + spans
-    indptrs: PagedIndptrs
+    host: HostPlan | DeferredHostPlan
     key_index: torch.Tensor
     value_index: torch.Tensor
     is_decode: bool  # every row has exactly one new token
     num_tokens: int
     num_real: int
+    view: DeviceView | None = None
+    head: StepHead | None = None
 
+    @property
+    def starts(self) -> np.ndarray:
+        """Tokens stored before the step, int64 [B]."""
+        return self.host.starts
 
-@dataclass(eq=False)
-class HostPlan:
-    """The part of a plan that is computed on the host; ``addresses`` int64 [tokens of the rows] are the keys'."""
+    @property
+    def kv_lens(self) -> np.ndarray:
+        """``starts`` + ``spans``, int64 [B]."""
+        return self.host.kv_lens
 
-    starts: np.ndarray
-    kv_lens: np.ndarray
-    indptrs: PagedIndptrs
-    addresses: np.ndarray
+    @property
+    def indptrs(self) -> PagedIndptrs:
+        return self.host.indptrs
+
+    def begin(self) -> None:
+        """Called by every forward of the step before it uses an index or the view; computes them at most once."""
+        if self.head is not None:
+            self.head.begin()
 
 
 def host_plan(rows: PlannedRows, stored_len: np.ndarray, table: np.ndarray, page_size: int) -> HostPlan:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
+from mstar.engine.resources.kv.graph_steps import DeviceState
 from mstar.engine.resources.kv.pinned_ring import PinnedRing
 from mstar.engine.resources.kv.plan import HostPlan, KVPlan, PagedIndptrs, host_plan
 from mstar.engine.resources.kv.plan_cache import OFF, PlanCache
@@ -17,8 +20,11 @@ from mstar.engine.resources.step import SlotLease, StepContext
 class Planner:
     """Plans over ``streams``, through the plan cache and the page-locked ring where those are on.
 
-    Static index buffers are one per (plan label, slot), as long as the largest capture.
+    Static index buffers are one per (plan label, slot), as long as the largest capture.  ``device_state``, once set,
+    gives plans their view on the device.
     """
+
+    device_state: DeviceState | None = None
 
     def __init__(
         self,
@@ -44,9 +50,19 @@ class Planner:
         self._length = max(self._length, tokens)
         for buffer in self._buffers.values():
             buffer.reserve(2 * self._length)
+        if self.device_state is not None:
+            self.device_state.reserve(self._length)
 
-    def plan(self, rows: StepRows, ctx: StepContext) -> dict[str, KVPlan]:
-        """The step's plans by plan label, after its admission."""
+    def keep_on_device(self, state: DeviceState) -> None:
+        """Plans have a view on the device from now on."""
+        self.device_state = state
+        state.reserve(self._length)
+
+    def plan(self, rows: StepRows, ctx: StepContext, commits: bool) -> dict[str, KVPlan]:
+        """The step's plans by plan label, after its admission.  ``commits``: the rows will grow."""
+        state = self.device_state
+        if state is not None and state.serves(rows, ctx):
+            return state.plan(rows, ctx, commits, self._buffer)
         if self._ring is not None:
             self._ring.begin()
         return {
@@ -68,19 +84,20 @@ class Planner:
     def _finished(self, part: PlannedRows, plan: HostPlan, ctx: StepContext, num_plans: int) -> KVPlan:
         num_tokens = ctx.padded_tokens(part.spans, num_plans) if ctx.pads_tokens else part.num_tokens
         key_index, value_index = self._on_device(part.label, plan.addresses, num_tokens, ctx.slot_lease)
+        if self._ring is not None:
+            plan = dataclasses.replace(plan, indptrs=self._pinned(plan.indptrs, self._ring))
         return KVPlan(
             label=part.label,
             rows=part.rows,
             streams=part.streams,
-            starts=plan.starts,
             spans=part.spans,
-            kv_lens=plan.kv_lens,
-            indptrs=plan.indptrs if self._ring is None else self._pinned(plan.indptrs, self._ring),
+            host=plan,
             key_index=key_index,
             value_index=value_index,
             is_decode=part.is_decode,
             num_tokens=num_tokens,
             num_real=part.num_real,
+            view=None if self.device_state is None else self.device_state.view(part, plan, ctx.slot_lease),
         )
 
     def _on_device(

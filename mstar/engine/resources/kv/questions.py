@@ -65,6 +65,10 @@ class KVQuestions:
         """The streams int64 [n] of a step's rows under one label."""
         return self._streams.of(rows.label, rows.rows)
 
+    def streams_of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """The streams of every label of master rows int64 [n]."""
+        return self._streams.of_rows(rows)
+
     @property
     def plan_cache_stats(self) -> Counter[str]:
         return self._plan_cache.stats

@@ -112,7 +112,7 @@ def step_rows(
         streams=real_streams,
         spans=spans,
         growing=growing,
-        block=_block(real_streams) if is_decode else None,
+        block=block_of(real_streams) if is_decode else None,
         main=growing if labels.keys() == _ONLY_MAIN else growing[growing < streams.total_rows],
         is_decode=is_decode,
         real_of_label=real_of_label,
@@ -169,7 +169,7 @@ def _taken(array: np.ndarray, index: np.ndarray) -> np.ndarray:
     return array if index.size == array.size else array[index]
 
 
-def _block(streams: np.ndarray) -> slice | None:
+def block_of(streams: np.ndarray) -> slice | None:
     """The range that distinct ``streams`` [n] are, in some order; a range is updated in a fifth of the time."""
     if not streams.size:
         return None

@@ -17,6 +17,8 @@ class Streams:
     stream says would change other than by a reservation of more pages.  Arrays grow by ``total_rows`` per new label.
 
     ``epoch`` moves when any generation does, ``page_epoch`` with reservations: while they stand, so does everything.
+    ``rewrites`` int64 moves when a stream's pages are no longer those it held, with more behind them; ``rewrite_epoch``
+    when any does.
     """
 
     def __init__(self, arena: PageArena, page_size: int, max_pages: int, total_rows: int) -> None:
@@ -26,9 +28,11 @@ class Streams:
         self._label_index = {MAIN_LABEL: 0}
         self.epoch = 0
         self.page_epoch = 0
+        self.rewrite_epoch = 0
         self.stored_len = np.zeros(total_rows, np.int64)
         self.num_pages = np.zeros(total_rows, np.int64)
         self.generation = np.zeros(total_rows, np.int64)
+        self.rewrites = np.zeros(total_rows, np.int64)
         self.page_table = np.full((total_rows, max_pages), SINK_PAGE, np.int32)
 
     @property
@@ -152,14 +156,16 @@ class Streams:
 
     def _changed(self, streams: np.ndarray | int) -> None:
         self.generation[streams] += 1
+        self.rewrites[streams] += 1
         self.epoch += 1
+        self.rewrite_epoch += 1
 
     def _add_label(self, label: str) -> int:
         index = self._label_index[label] = len(self._label_index)
         more = self.total_rows
-        self.stored_len, self.num_pages, self.generation = (
+        self.stored_len, self.num_pages, self.generation, self.rewrites = (
             np.concatenate([array, np.zeros(more, np.int64)])
-            for array in (self.stored_len, self.num_pages, self.generation)
+            for array in (self.stored_len, self.num_pages, self.generation, self.rewrites)
         )
         empty = np.full((more, self.page_table.shape[1]), SINK_PAGE, np.int32)
         self.page_table = np.concatenate([self.page_table, empty])

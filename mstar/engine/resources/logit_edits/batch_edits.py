@@ -38,10 +38,10 @@ class Floor(NamedTuple):
 class _Moves:
     """Rows whose state moves with their tokens: their places in the batch, and their slots."""
 
-    def __init__(self, live: Sequence[LiveRow], slots: np.ndarray, device: torch.device) -> None:
+    def __init__(self, live: Sequence[LiveRow], slots: np.ndarray) -> None:
         kept = np.array([each.is_kept for each in live], bool)
-        self.places = _sent(np.array([each.place for each in live], np.int64)[kept], device)
-        self.slots = _sent(slots[kept], device)
+        self.places = torch.from_numpy(np.array([each.place for each in live], np.int64)[kept])
+        self.slots = torch.from_numpy(slots[kept])
 
 
 class BatchEdits:
@@ -56,9 +56,8 @@ class BatchEdits:
         vocab_size: int,
         recent: RecentTokens,
         counts: TokenCounts,
-        device: torch.device,
     ) -> None:
-        self._vocab, self._device, self._recent, self._counts = vocab_size, device, recent, counts
+        self._vocab, self._recent, self._counts = vocab_size, recent, counts
         self.is_empty = not live
         self.kept_rows = np.array([each.row for each in live if each.is_kept], np.int64)
         self.penalized_rows = np.array([each.row for each in live if each.edits.has_penalty], np.int64)
@@ -67,7 +66,7 @@ class BatchEdits:
         self._allowed = self._flat(limited, [each.edits.allowed for each in limited])
         self._barred = self._flat(live, [each.edits.barred for each in live])
         self._bias_at = self._flat(live, [each.edits.bias_ids for each in live])
-        self._bias = _sent(_joined([each.edits.bias for each in live], np.float32), device)
+        self._bias = torch.from_numpy(_joined([each.edits.bias for each in live], np.float32))
         self._init_floors([each for each in live if each.edits.has_floor])
         self._init_words([each for each in live if each.edits.word_last.size])
         self._init_penalties([each for each in live if each.edits.has_penalty])
@@ -78,7 +77,7 @@ class BatchEdits:
             is_low = kept[self._floor_rows] < self._floor_until
             if not np.array_equal(is_low, self._is_low):
                 self._is_low = is_low
-                at = _sent(self._floor_all[np.repeat(is_low, self._floor_lengths)], self._device)
+                at = torch.from_numpy(self._floor_all[np.repeat(is_low, self._floor_lengths)])
                 self._floor = Floor(self._floor_places[is_low], self._floor_lengths[is_low], at)
         return self._floor
 
@@ -103,15 +102,12 @@ class BatchEdits:
         flat = logits.view(-1)
         before = flat.index_select(0, floor.at)
         flat.index_fill_(0, floor.at, -torch.inf)
-        if self._device.type == "cpu":
-            spared = without_any(logits.numpy(), floor.places)
-            if not spared.size:
-                return
-            is_spared = torch.zeros(floor.places.size, dtype=torch.bool)
-            is_spared[spared] = True
-        else:
-            is_spared = ~(logits.index_select(0, _sent(floor.places, self._device)) > -torch.inf).any(1)
-        row = _sent(np.arange(floor.lengths.size).repeat(floor.lengths), self._device)
+        spared = without_any(logits.numpy(), floor.places)
+        if not spared.size:
+            return
+        is_spared = torch.zeros(floor.places.size, dtype=torch.bool)
+        is_spared[spared] = True
+        row = torch.from_numpy(np.arange(floor.lengths.size).repeat(floor.lengths))
         flat.index_copy_(0, floor.at, torch.where(is_spared.index_select(0, row), before, -torch.inf))
 
     def move(self, tokens: torch.Tensor) -> None:
@@ -129,31 +125,31 @@ class BatchEdits:
         self._floor_all = _joined([each.edits.stop_ids + each.place * self._vocab for each in live])
         self._is_low = np.zeros(len(live), bool)
         nobody = np.empty(0, np.int64)
-        self._floor = Floor(nobody, nobody, _sent(nobody, self._device))
+        self._floor = Floor(nobody, nobody, torch.from_numpy(nobody))
 
     def _init_words(self, live: list[LiveRow]) -> None:
         slots = self._recent.slots_of(np.array([each.row for each in live], np.int64))
-        self._word_moves = _Moves(live, slots, self._device)
+        self._word_moves = _Moves(live, slots)
         self._word_last = self._flat(live, [each.edits.word_last for each in live])
         lengths = _joined([each.edits.word_lengths for each in live])
         slot_of_word = slots.repeat([each.edits.word_last.size for each in live])
         before = slot_of_word.repeat(lengths) * self._recent.tokens.shape[1] + ragged_arange(lengths)
-        self._before_at = _sent(before, self._device)
-        self._before = _sent(_joined([each.edits.word_before for each in live]), self._device)
-        self._before_word = _sent(np.arange(lengths.size).repeat(lengths), self._device)
+        self._before_at = torch.from_numpy(before)
+        self._before = torch.from_numpy(_joined([each.edits.word_before for each in live]))
+        self._before_word = torch.from_numpy(np.arange(lengths.size).repeat(lengths))
 
     def _init_penalties(self, live: list[LiveRow]) -> None:
         slots = self._counts.slots_of(np.array([each.row for each in live], np.int64))
-        self._penalty_moves = _Moves(live, slots, self._device)
-        self._penalty_slots = _sent(slots, self._device)
+        self._penalty_moves = _Moves(live, slots)
+        self._penalty_slots = torch.from_numpy(slots)
         self._penalty_places = self._places(live)
-        self._presence = _sent(np.array([each.edits.presence for each in live], np.float32), self._device)
-        self._frequency = _sent(np.array([each.edits.frequency for each in live], np.float32), self._device)
+        self._presence = torch.from_numpy(np.array([each.edits.presence for each in live], np.float32))
+        self._frequency = torch.from_numpy(np.array([each.edits.frequency for each in live], np.float32))
 
     def _completions(self) -> torch.Tensor:
         """What is added to each word's last id: -inf where that would complete the word, else 0."""
         newest = self._recent.tokens.view(-1).index_select(0, self._before_at)
-        differing = torch.zeros(self._word_last.numel(), device=self._device)
+        differing = torch.zeros(self._word_last.numel())
         differing.index_add_(0, self._before_word, (newest != self._before).float())
         return torch.where(differing == 0, -torch.inf, 0.0)
 
@@ -163,16 +159,12 @@ class BatchEdits:
         flat.index_add_(0, self._penalty_places.index_select(0, at) * self._vocab + ids, penalty, alpha=-1)
 
     def _places(self, live: Sequence[LiveRow]) -> torch.Tensor:
-        return _sent(np.array([each.place for each in live], np.int64), self._device)
+        return torch.from_numpy(np.array([each.place for each in live], np.int64))
 
     def _flat(self, live: Sequence[LiveRow], ids: Sequence[np.ndarray]) -> torch.Tensor:
         parts = [own + each.place * self._vocab for each, own in zip(live, ids, strict=True) if own.size]
-        return _sent(_joined(parts), self._device)
+        return torch.from_numpy(_joined(parts))
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0, dtype)
-
-
-def _sent(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device)

@@ -17,10 +17,10 @@ class RecentTokens:
     them and behind all earlier ones.
     """
 
-    def __init__(self, total_rows: int, device: torch.device) -> None:
+    def __init__(self, total_rows: int) -> None:
         self._slots = RowSlots(total_rows)
         self._length = 0
-        self.tokens = torch.empty(0, 0, dtype=torch.int64, device=device)
+        self.tokens = torch.empty(0, 0, dtype=torch.int64)
 
     def take(self, row: int, length: int) -> None:
         """Keeps ``length`` tokens of the row from now on."""

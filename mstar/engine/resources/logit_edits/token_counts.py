@@ -22,19 +22,19 @@ class Generated(NamedTuple):
 
 
 class TokenCounts:
-    """By slot, on the device: ``counts`` int32 [slots, vocab], the distinct tokens in order of appearance int64
+    """By slot: ``counts`` int32 [slots, vocab], the distinct tokens in order of appearance int64
     [slots, room], and how many these are int64 [slots].
 
     A penalty then costs what was generated, not what the vocabulary holds.  Slots are made and cleared by
     :meth:`settle`, which comes before the step that needs them and behind all earlier ones.
     """
 
-    def __init__(self, total_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, total_rows: int, vocab_size: int) -> None:
         self._vocab = vocab_size
         self._slots = RowSlots(total_rows)
-        self.counts = torch.empty(0, vocab_size, dtype=torch.int32, device=device)
-        self._distinct = torch.empty(0, _FEWEST_DISTINCT, dtype=torch.int64, device=device)
-        self._num_distinct = torch.empty(0, dtype=torch.int64, device=device)
+        self.counts = torch.empty(0, vocab_size, dtype=torch.int32)
+        self._distinct = torch.empty(0, _FEWEST_DISTINCT, dtype=torch.int64)
+        self._num_distinct = torch.empty(0, dtype=torch.int64)
 
     def take(self, row: int) -> None:
         self._slots.take(row)

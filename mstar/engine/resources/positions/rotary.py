@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from mstar.engine.resources.static import StepBuffer
 from mstar.engine.resources.step import SlotLease
 from mstar.kernels import rope, rope_frequencies
 
+if TYPE_CHECKING:
+    from mstar.engine.resources.positions.graph_positions import GraphPositions
+
 Tables = tuple[torch.Tensor, torch.Tensor]
 _FEWEST_KNOWN, _MOST_KNOWN = 512, 32768  # positions
 
@@ -24,19 +28,22 @@ class Positions:
 
     ``ids`` int64 [n], or [n, 3] where positions are three-fold.  ``bases`` fp32 [n], each token's theta, under dynamic
     scaling only.  ``tables`` are cosine and sine, [n, 1, rotary_dim] each; None until the forward builds them.
-    ``end``: all positions lie below it; None where the host does not know.
+    ``end``: all positions lie below it; None where the host does not know.  With ``head`` the forward computes ids and
+    tables, in place.
     """
 
     ids: torch.Tensor
     bases: torch.Tensor | None
     tables: Tables | None = None
     end: int | None = None
+    head: GraphPositions | None = None
 
 
 class Rotary:
     """The rotary embedding of one configuration: a function of positions, without state of requests.
 
-    ``axes`` is 3 where positions are three-fold, else 1.
+    ``axes`` is 3 where positions are three-fold, else 1.  Where positions alone give the angles, pair i turns by
+    ``position * frequencies[i]``, fp32 [dim / 2]; tables are multiplied with ``factor``.
     """
 
     def __init__(self, config: PositionConfig, head_dim: int, info: EngineResourceInfo) -> None:
@@ -51,11 +58,12 @@ class Rotary:
         self.dtype = config.rope_dtype or info.dtype
         self.axes = 1 if section is None else 3
         self.is_dynamic = rope_frequencies.scaling_type(config.rope_scaling) == rope_frequencies.DYNAMIC
+        self.interleave = config.interleave
         self._config = config
         self._known: Tables | None = None
         frequencies = rope_frequencies.inverse_frequencies(dim, config.rope_theta, config.rope_scaling)
-        self._frequencies = self._scaled(frequencies).to(info.device)
-        self._factor = rope_frequencies.attention_factor(config.rope_scaling)
+        self.frequencies = self._scaled(frequencies).to(info.device)
+        self.factor = rope_frequencies.attention_factor(config.rope_scaling)
         self._axes = None
         if section is not None:
             self._axes = torch.tensor(rope.axes_of(section, config.mrope_interleaved), device=info.device)
@@ -81,14 +89,13 @@ class Rotary:
             cos_out, sin_out = out or (None, None)
             cos = torch.index_select(known[0], 0, positions.ids, out=cos_out)
             return cos, torch.index_select(known[1], 0, positions.ids, out=sin_out)
-        frequencies = self._frequencies
+        frequencies = self.frequencies
         if positions.bases is not None:
             frequencies = self._scaled(rope_frequencies.frequencies_of(positions.bases, self.dim))
         return self._computed(positions.ids if self.axes == 1 else positions.ids.t(), frequencies, out)
 
     def _computed(self, ids: torch.Tensor, frequencies: torch.Tensor, out: Tables | None = None) -> Tables:
-        interleave = self._config.interleave
-        cos, sin = rope.cos_sin(ids, frequencies, interleave, factor=self._factor, axes=self._axes, out=out)
+        cos, sin = rope.cos_sin(ids, frequencies, self.interleave, factor=self.factor, axes=self._axes, out=out)
         return cos.to(self.dtype), sin.to(self.dtype)
 
     def _known_up_to(self, end: int) -> Tables | None:
@@ -98,7 +105,7 @@ class Rotary:
             return None
         if self._known is None or self._known[0].shape[0] < end:
             count = min(2 * -(-end // _FEWEST_KNOWN) * _FEWEST_KNOWN, _MOST_KNOWN)
-            self._known = self._computed(torch.arange(count, device=self._frequencies.device), self._frequencies)
+            self._known = self._computed(torch.arange(count, device=self.frequencies.device), self.frequencies)
         return self._known
 
     def _scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
@@ -148,9 +155,14 @@ class LabelBuffers:
 
     def build_tables(self, positions: Positions, lease: SlotLease | None) -> None:
         """Stages the tables: in the slot's buffers under a lease."""
-        out = None
-        if lease is not None:
-            tokens, dim = positions.ids.shape[0], self._rotary.dim
-            cos, sin = (buffer.view(tokens * dim, lease).view(tokens, 1, dim) for buffer in self._tables)
-            out = (cos, sin)
+        out = None if lease is None else self._static_tables(positions.ids.shape[0], lease)
         positions.tables = self._rotary.tables(positions, out)
+
+    def unfilled(self, tokens: int, lease: SlotLease) -> Positions:
+        """Ids and tables of the slot for the forward to fill, one position for each token."""
+        return Positions(self._ids.view(tokens, lease), None, self._static_tables(tokens, lease))
+
+    def _static_tables(self, tokens: int, lease: SlotLease) -> Tables:
+        dim = self._rotary.dim
+        cos, sin = (buffer.view(tokens * dim, lease).view(tokens, 1, dim) for buffer in self._tables)
+        return cos, sin

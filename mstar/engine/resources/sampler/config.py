@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.resources.step import ResourceStep
@@ -170,10 +170,19 @@ class SamplerStep(ResourceStep):
     still draws, but neither its draw count, nor its last token, nor its history moves.
     """
 
+    looks_back: ClassVar[bool] = True
+
     apply_penalty: bool = True
     apply_filters: bool = True
     prefill_tracked_tokens: dict[str, torch.Tensor] = field(default_factory=dict)
     kept_rids: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class PlainSamplerStep(SamplerStep):
+    """Of rows without a penalty or a least length: captured on a device, it has no kernels for them."""
+
+    looks_back: ClassVar[bool] = False
 
 
 def narrow_to_final(step: SamplerStep, request_ids: Sequence[int], inputs: Sequence[Any]) -> SamplerStep:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from mstar.engine.resources.columns import StepColumns
+from mstar.engine.resources.row_memory import RowMemory
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplingReqConfig
-from mstar.engine.resources.sampler.history_rows import COLUMNS, DeviceRows, HistoryRows, HostRows
+from mstar.engine.resources.sampler.history_rows import HistoryRows, HostRows
 from mstar.engine.resources.sampler.pool import RowPool
-from mstar.engine.resources.static import StepBuffer
 from mstar.engine.resources.step import SlotLease
 from mstar.kernels.penalties import LEAST_FACTOR, MOST_FACTOR
 
@@ -18,41 +19,50 @@ _MOST_COUNT = 2**62
 class History:
     """By master row: what a request looks back at, and the memory for it, for those that do.
 
-    ``seen`` bool [places, V]: the ids that a presence penalty has met.  ``ring`` int64 [places, longest window]: a
-    request with window ``w`` keeps draw ``n`` in column ``n mod w``, the others stay -1.  A request of penalty 1
-    holds neither.  How many tokens there are is the count of kept draws, which others keep.
+    ``seen`` bool [V]: the ids that a presence penalty has met.  ``ring`` [longest window]: a request with window ``w``
+    keeps draw ``n`` in column ``n mod w``, the others stay -1.  A request of penalty 1 holds neither.  How many tokens
+    there are is the count of kept draws, which others keep.
     """
 
     def __init__(
         self,
         spec: SamplerSpec,
         num_rows: int,
-        capacity: int,
         device: torch.device,
         num_slots: int,
         on_host: bool | None = None,
     ) -> None:
-        """``num_rows`` master rows and the trash row behind them; ``capacity`` of them belong to requests.
-        ``on_host``: steps touch just the rows that look back, in NumPy; None does so on the CPU."""
+        """``num_rows`` master rows and the trash row behind them.  ``on_host``: steps touch just the rows that look
+        back, in NumPy; None does so on the CPU."""
         self.on_host = device.type == "cpu" if on_host is None else on_host
         self.has_seen, self.has_ring = spec.enable_repetion_penalty, spec.max_repetition_window > 0
         self._has_width = spec.vocab_size is not None
-        self.seen = RowPool(num_rows, capacity, spec.vocab_size, torch.bool, 0, device, self.on_host)
-        self.ring = RowPool(num_rows, capacity, spec.max_repetition_window, torch.int64, -1, device, self.on_host)
-        self.stop_ids = torch.tensor(spec.min_tokens_stop_ids, dtype=torch.int64, device=device)
+        self.seen: RowPool | RowMemory
+        self.ring: RowPool | RowMemory
+        self.stop_ids = np.unique(np.array(spec.min_tokens_stop_ids, np.int64))
+        if self.on_host:
+            self.seen = RowPool(num_rows, spec.vocab_size, torch.bool, 0)
+            self.ring = RowPool(num_rows, spec.max_repetition_window, torch.int64, -1)
+        else:
+            from mstar.engine.resources.sampler.device_history_rows import COLUMNS
+
+            self.seen = RowMemory(num_rows, spec.vocab_size, torch.bool, 0, device)
+            self.ring = RowMemory(num_rows, spec.max_repetition_window, torch.int32, -1, device)
+            self.columns = StepColumns(COLUMNS, device, num_slots)
+            self.device_stop_ids = torch.from_numpy(self.stop_ids).int().to(device)
         self.penalty = np.ones(num_rows + 1, np.float32)
         self.window = np.zeros(num_rows + 1, np.int64)
         self.least = np.zeros(num_rows + 1, np.int64)  # tokens before a stop id may come
+        self.is_looking = np.zeros(num_rows + 1, np.bool_)  # rows that use any of it
         self._counts_prompt = np.zeros(num_rows + 1, np.bool_)
-        self._looking: set[int] = set()  # rows that use any of it
+        self._num_looking = 0
         self._version = 0  # moves whenever one of them does
         self._rows: dict[int, HistoryRows] = {}  # by slot, -1 for eager steps
-        self._columns = {name: StepBuffer(dtype, device, num_slots) for name, dtype in COLUMNS.items()}
 
     @property
     def is_used(self) -> bool:
         """Whether some row looks back."""
-        return bool(self._looking)
+        return self._num_looking > 0
 
     def write(self, row: int, config: SamplingReqConfig) -> None:
         """Takes a validated config without a None for master row ``row``.
@@ -60,7 +70,7 @@ class History:
         What the row's request has met stays as far as the new config still looks at it.  A window of another length
         starts empty.
         """
-        if config.repetition_penalty == 1 and not config.min_tokens and row not in self._looking:
+        if config.repetition_penalty == 1 and not config.min_tokens and not self.is_looking[row]:
             return
         penalty = min(max(config.repetition_penalty, LEAST_FACTOR), MOST_FACTOR)
         window = config.repetition_window if penalty != 1 else 0
@@ -75,31 +85,25 @@ class History:
         self.penalty[row], self.window[row] = penalty, window
         self.least[row] = min(config.min_tokens, _MOST_COUNT)
         self._counts_prompt[row] = config.penalize_prompt
-        if penalty != 1 or self.least[row]:
-            self._looking.add(row)
-            self._version += 1
-        elif row in self._looking:
-            self._looking.remove(row)
-            self._version += 1
+        self._look(row, penalty != 1 or config.min_tokens > 0)
 
     def clear(self, row: int) -> None:
         """The row is in nobody's use."""
-        if row in self._looking:
-            self._looking.remove(row)
-            self._version += 1
+        if self.is_looking[row]:
+            self._look(row, False)
             self.seen.release(row)
             self.ring.release(row)
             self.penalty[row], self.window[row], self.least[row] = 1, 0, 0
 
     def meet_prompt(self, row: int, ids: np.ndarray) -> None:
         """Prompt ids int64 [n] of the row's request, for its presence penalty if that counts the prompt."""
-        if row in self._looking and self._counts_prompt[row]:
+        if self.is_looking[row] and self._counts_prompt[row]:
             self.seen.mark(row, ids)
 
     def reserve(self, max_bs: int) -> None:
         """Room for ``max_bs`` rows in every slot; may move it, so only before any capture."""
-        for column in self._columns.values():
-            column.reserve(max_bs)
+        if not self.on_host:
+            self.columns.reserve(max_bs)
         self._rows.clear()
 
     def rows_of(self, addressed: np.ndarray, lease: SlotLease | None, is_capture: bool) -> HistoryRows | None:
@@ -114,7 +118,7 @@ class History:
         if is_capture and self.has_seen and not self._has_width:
             raise ValueError("vocab_size must be given for a captured step to have a repetition penalty, got None")
         is_frozen = lease is not None and not self.on_host  # the graph looks back whatever its rows are
-        if not (self._looking or is_frozen):
+        if not (self.is_used or is_frozen):
             return None
         self.seen.settle()
         self.ring.settle()
@@ -125,18 +129,14 @@ class History:
         return None if rows.is_empty and not is_frozen else rows
 
     def _rows_anew(self, addressed: np.ndarray, lease: SlotLease | None) -> HistoryRows:
-        seen, ring = self.seen.place[addressed], self.ring.place[addressed]
-        penalty, window, least = self.penalty[addressed], self.window[addressed], self.least[addressed]
         if self.on_host:
-            return HostRows(self, addressed, self._version, seen, ring, penalty, window, least)
-        columns = {
-            "seen": seen,
-            "ring": ring,
-            "seen_penalty": np.where(seen > 0, penalty, np.float32(1)),
-            "ring_penalty": np.where(ring > 0, penalty, np.float32(1)),
-            "window": window,
-            "least": least,
-        }
-        sent = {name: self._columns[name].put(values, lease) for name, values in columns.items()}
-        is_empty = not (seen.any() or ring.any() or least.any())
-        return DeviceRows(self, addressed, self._version, is_empty, **sent)
+            return HostRows(self, addressed, self._version)
+        from mstar.engine.resources.sampler.device_history_rows import DeviceRows
+
+        return DeviceRows(self, addressed, self._version, lease)
+
+    def _look(self, row: int, looks: bool) -> None:
+        if looks or self.is_looking[row]:
+            self._num_looking += int(looks) - int(self.is_looking[row])
+            self.is_looking[row] = looks
+            self._version += 1

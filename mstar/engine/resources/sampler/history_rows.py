@@ -3,49 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from mstar.engine.resources.sampler.pool import RowPool
 from mstar.kernels.cpu.penalties import apply_length_floor, apply_presence_penalty, apply_window_penalty
-from mstar.kernels.penalties import length_floor, presence_penalty, window_penalty
 
 if TYPE_CHECKING:
     from mstar.engine.resources.sampler.history import History
-    from mstar.engine.resources.sampler.pool import RowPool
-
-# Of a step on a device, one entry per row; place 0 and penalty 1 for a row that has none.
-COLUMNS = {
-    "seen": torch.int64,
-    "ring": torch.int64,
-    "seen_penalty": torch.float32,
-    "ring_penalty": torch.float32,
-    "window": torch.int64,
-    "least": torch.int64,
-}
 
 
-class Overwritten(NamedTuple):
-    """Entries [n] of a pool's memory that one draw wrote over, and what they held."""
+class Overwritten(ABC):
+    """What one draw wrote over."""
 
-    memory: torch.Tensor
-    entries: torch.Tensor
-    before: torch.Tensor
+    @abstractmethod
+    def put_back(self) -> None:
+        """As if there had been no such draw; the last draw's first."""
+
+
+class HostOverwritten(Overwritten):
+    """Entries [n] of an array, and what they held."""
+
+    def __init__(self, memory: np.ndarray, entries: np.ndarray, before: np.ndarray) -> None:
+        self._memory, self._entries, self._before = memory, entries, before
 
     def put_back(self) -> None:
-        self.memory.scatter_(0, self.entries, self.before)
-
-
-class HostOverwritten(NamedTuple):
-    """As :class:`Overwritten`, on the host."""
-
-    memory: np.ndarray
-    entries: np.ndarray
-    before: np.ndarray
-
-    def put_back(self) -> None:
-        self.memory[self.entries] = self.before
+        self._memory[self._entries] = self._before
 
 
 class HistoryRows(ABC):
@@ -61,33 +47,25 @@ class HistoryRows(ABC):
         ``logits`` itself, changed.  ``offset`` int64 [bs]: tokens each row has."""
 
     @abstractmethod
-    def record(self, drawn: torch.Tensor, offset: torch.Tensor) -> list[Overwritten] | list[HostOverwritten]:
+    def record(self, drawn: torch.Tensor, offset: torch.Tensor) -> Sequence[Overwritten]:
         """Adds the draw number ``offset`` int64 [bs], ``drawn`` int64 [bs], to the history of kept rows."""
 
 
 class HostRows(HistoryRows):
     """Only the rows that look back are touched, in place.  ``*_at`` are their places in the batch."""
 
-    def __init__(
-        self,
-        history: History,
-        addressed: np.ndarray,
-        version: int,
-        seen: np.ndarray,
-        ring: np.ndarray,
-        penalty: np.ndarray,
-        window: np.ndarray,
-        least: np.ndarray,
-    ) -> None:
-        """All but the first and ``version`` are [bs]."""
+    def __init__(self, history: History, addressed: np.ndarray, version: int) -> None:
+        """``addressed`` [bs]: master rows."""
         self.addressed, self.version = addressed, version
         self._history = history
-        self._stop_ids = history.stop_ids.numpy()
+        self._stop_ids = history.stop_ids
+        seen, ring = history.seen.address[addressed], history.ring.address[addressed]
+        penalty, least = history.penalty[addressed], history.least[addressed]
         self._seen_at, self._ring_at = np.flatnonzero(seen), np.flatnonzero(ring)
         self._short_at = np.flatnonzero(least)
         self._seen, self._seen_penalty = seen[self._seen_at], penalty[self._seen_at]
         self._ring, self._ring_penalty = ring[self._ring_at], penalty[self._ring_at]
-        self._window, self._least = window[self._ring_at], least[self._short_at]
+        self._window, self._least = history.window[addressed][self._ring_at], least[self._short_at]
         self.is_empty = not (self._seen.size or self._ring.size or self._least.size)
 
     def constrain(self, logits: torch.Tensor, offset: torch.Tensor, apply_penalty: bool) -> torch.Tensor:
@@ -109,61 +87,20 @@ class HostRows(HistoryRows):
         tokens, pools, changes = drawn.numpy(), self._history, []
         if self._seen.size:
             memory = _host(pools.seen)
-            changes.append(_write_on_host(memory, self._seen * memory.shape[1] + tokens[self._seen_at], True))
+            changes.append(_write(memory, self._seen * memory.shape[1] + tokens[self._seen_at], True))
         if self._ring.size:
             memory, column = _host(pools.ring), offset.numpy()[self._ring_at] % self._window
-            changes.append(_write_on_host(memory, self._ring * memory.shape[1] + column, tokens[self._ring_at]))
+            changes.append(_write(memory, self._ring * memory.shape[1] + column, tokens[self._ring_at]))
         return changes
 
 
-class DeviceRows(HistoryRows):
-    """Every row of the batch, by tensors of fixed shape at the slot's own addresses: a graph can hold it."""
-
-    def __init__(
-        self, history: History, addressed: np.ndarray, version: int, is_empty: bool, **columns: torch.Tensor
-    ) -> None:
-        """``columns``: those of ``COLUMNS``, [bs]."""
-        self.addressed, self.version, self.is_empty = addressed, version, is_empty
-        self._history = history
-        self._columns = columns
-
-    def constrain(self, logits: torch.Tensor, offset: torch.Tensor, apply_penalty: bool) -> torch.Tensor:
-        x, pools, of = logits.float(), self._history, self._columns
-        if pools.has_seen:
-            pools.seen.open(x.shape[1])
-        if pools.has_seen and apply_penalty:
-            x = presence_penalty(x, pools.seen.data.index_select(0, of["seen"]), of["seen_penalty"])
-        if pools.has_ring and apply_penalty:
-            x = window_penalty(x, pools.ring.data.index_select(0, of["ring"]), of["ring_penalty"])
-        if pools.stop_ids.numel():
-            x = length_floor(x, pools.stop_ids, offset < of["least"])
-        return x
-
-    def record(self, drawn: torch.Tensor, offset: torch.Tensor) -> list[Overwritten]:
-        pools, of, changes = self._history, self._columns, []
-        if pools.has_seen:
-            memory = pools.seen.data
-            changes.append(_write(memory, of["seen"] * memory.shape[1] + drawn, True))
-        if pools.has_ring:
-            memory, column = pools.ring.data, offset % of["window"].clamp(min=1)
-            changes.append(_write(memory, of["ring"] * memory.shape[1] + column, drawn))
-        return changes
-
-
-def _host(pool: RowPool) -> np.ndarray:
-    assert pool.host is not None
+def _host(pool: object) -> np.ndarray:
+    assert isinstance(pool, RowPool)
     return pool.host
 
 
-def _write_on_host(memory: np.ndarray, entries: np.ndarray, values: Any) -> HostOverwritten:
+def _write(memory: np.ndarray, entries: np.ndarray, values: Any) -> HostOverwritten:
     flat = memory.reshape(-1)
     before = flat[entries]
     flat[entries] = values
     return HostOverwritten(flat, entries, before)
-
-
-def _write(memory: torch.Tensor, entries: torch.Tensor, values: Any) -> Overwritten:
-    flat = memory.view(-1)
-    before = flat.index_select(0, entries)
-    flat.scatter_(0, entries, values)
-    return Overwritten(flat, entries, before)

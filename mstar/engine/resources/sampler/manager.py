@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
 from mstar.engine.resources.sampler.history import History
-from mstar.engine.resources.sampler.history_rows import HistoryRows, HostOverwritten, Overwritten
+from mstar.engine.resources.sampler.history_rows import HistoryRows, Overwritten
 from mstar.engine.resources.sampler.masters import DrawMasters
 from mstar.engine.resources.sampler.settings import StaticSettings
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
@@ -24,14 +24,17 @@ from mstar.kernels.cpu.draw import draw_kernel, sample_rows
 from mstar.kernels.sampling import RowSettings
 from mstar.utils import knobs
 
+if TYPE_CHECKING:
+    from mstar.kernels.cuda.sampling import DeviceSampler
+
 
 @dataclass
 class _PlannedStep:
     """The step in progress.  ``addressed``: each padded row's place in the masters; the tensors are [padded bs].
 
     ``offset`` and ``tokens`` hold the state each row had, and after :meth:`SamplerManager.sample` the state it moves
-    to.  ``offset`` is None where the forward itself reads and writes the masters; ``tokens`` then holds what
-    :meth:`SamplerManager.loopback_tokens` read.  ``history``: None where no row looks back.  ``draws``: calls of
+    to.  ``offset`` is None where the forward itself reads and writes the masters; ``tokens`` then holds the last tokens
+    that were there before, if anyone reads those.  ``history``: None where no row looks back.  ``draws``: calls of
     sample, where the forward ran as Python; ``overwritten`` is what they wrote over in histories, in order.
     """
 
@@ -46,7 +49,7 @@ class _PlannedStep:
     lease: SlotLease | None
     is_capture: bool
     draws: int = 0
-    overwritten: list[Overwritten | HostOverwritten] = field(default_factory=list)
+    overwritten: list[Overwritten] = field(default_factory=list)
     faults: torch.Tensor | None = None
 
 
@@ -55,7 +58,8 @@ class SamplerManager(Resource):
 
     By master row: settings on the host, which may be staged a step ahead; draw state on the device, gathered once
     the step before has committed.  With ``MSTAR_SAMPLER_INGRAPH_SCATTER`` a leased step gathers and scatters draw
-    state inside its forward and commit issues nothing; other steps gather in plan and scatter at commit.  Histories
+    state inside its forward and commit issues nothing; other steps gather in plan and scatter at commit.  With
+    ``MSTAR_INGRAPH_DECODE_TOKENS`` a leased step's forward may read last tokens where they are kept.  Histories
     move as each draw is made, for the rows that the step keeps, and :meth:`abandon` takes that back: the next draw
     of the same step sees them, as if it were a step of its own.
 
@@ -68,15 +72,22 @@ class SamplerManager(Resource):
 
     def __init__(self, spec: SamplerSpec, info: EngineResourceInfo) -> None:
         self._spec = spec
-        draw_kernel()  # compiled at load, not in the first step
+        self._device_sampler: DeviceSampler | None = None
+        if info.device.type == "cuda":
+            from mstar.kernels.cuda.sampling import DeviceSampler
+
+            self._device_sampler = DeviceSampler(info.device, info.total_rows)
+        else:
+            draw_kernel()  # compiled at load, not in the first step
         self._scatters_in_graph = knobs.sampler_ingraph_scatter()
+        self._reads_in_graph = knobs.ingraph_decode_tokens() and knobs.device_loopback_enabled()
         self.has_slot_masters = knobs.device_loopback_enabled()
         self._capacity = info.capacity
         num_rows = knobs.sampler_slots() if self._scatters_in_graph else info.total_rows
         self.counters: Counter[str] = Counter()
         self._masters = DrawMasters(num_rows, info.device, info.num_slots)
         self._settings = StaticSettings(info.total_rows, info.device, info.num_slots, self.counters)
-        self._history = History(spec, num_rows, info.capacity, info.device, info.num_slots)
+        self._history = History(spec, num_rows, info.device, info.num_slots)
         self._offsets, self._tokens = (StepBuffer(torch.int64, info.device, info.num_slots) for _ in range(2))
         self._host_tokens = self._masters.last_token.numpy() if info.device.type == "cpu" else None
         self._draws = np.zeros(num_rows + 1, np.int64)  # what the master of offsets holds behind the last commit
@@ -150,7 +161,7 @@ class SamplerManager(Resource):
             offset = self._gathered(self._masters.offset, self._offsets, index, lease)
             if self.has_slot_masters:
                 tokens = self._gathered(self._masters.last_token, self._tokens, index, lease)
-        history = self._history.rows_of(addressed, lease, ctx.capture)
+        history = self._history.rows_of(addressed, lease, ctx.capture) if step.looks_back else None
         self._planned = _PlannedStep(
             settings,
             addressed,
@@ -185,6 +196,18 @@ class SamplerManager(Resource):
             planned.tokens = self._last_tokens(planned)
         return planned.tokens
 
+    def last_tokens_in_graph(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """For a leased step's forward, until :meth:`sample`: the last token of every master row int64 [N], and each
+        row's place there int64 [padded bs], as :func:`mstar.kernels.embedding.embed_rows` takes them.  Both lie where
+        every replay of the slot finds them.
+
+        None for other steps and without ``MSTAR_INGRAPH_DECODE_TOKENS``: :meth:`loopback_tokens` serves those.
+        """
+        planned = self._planned
+        if planned is None or planned.lease is None or not self._reads_in_graph:
+            return None
+        return self._masters.last_token, planned.index
+
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
         """Draws one token per row of the padded batch from ``logits`` [bs, V]; int64 [bs].
 
@@ -196,14 +219,20 @@ class SamplerManager(Resource):
         """
         planned = self._planned
         assert planned is not None, "sample before plan"
-        masters, offset = self._masters, planned.offset
-        if offset is None:
-            offset = masters.offset.index_select(0, planned.index)
         planned.draws += 1
         if planned.lease is not None:
             self._draws_per_replay[planned.lease.bucket] = planned.draws
-        history = planned.history
+        if self._device_sampler is None:
+            return self._draw_on_host(planned, logits)
+        return self._draw_on_device(planned, logits, self._device_sampler)
+
+    def _draw_on_host(self, planned: _PlannedStep, logits: torch.Tensor) -> torch.Tensor:
+        masters, offset, history = self._masters, planned.offset, planned.history
+        if offset is None:
+            offset = masters.offset.index_select(0, planned.index)
         with strict_mode.opaque("sample"):
+            if planned.offset is None and self._reads_in_graph and planned.tokens is None:
+                planned.tokens = self._last_tokens(planned)
             if history is not None:
                 logits = history.constrain(logits, offset, planned.apply_penalty)
             drawn, planned.faults = sample_rows(
@@ -214,12 +243,36 @@ class SamplerManager(Resource):
             )
             if history is not None:
                 planned.overwritten += history.record(drawn, offset)
-        # A replay on a device runs none of this Python: state moves through tensors alone.
         offset.add_(1)
         if planned.offset is None:
             masters.scatter(planned.index, offset, drawn if self.has_slot_masters else None)
         elif planned.tokens is not None:
             planned.tokens.copy_(drawn)
+        return drawn
+
+    def _draw_on_device(self, planned: _PlannedStep, logits: torch.Tensor, sampler: DeviceSampler) -> torch.Tensor:
+        """A replay runs none of this Python: state moves through tensors alone, in the sampler's last kernel."""
+        masters, history, offset, tokens = self._masters, planned.history, planned.offset, planned.tokens
+        index = overwritten = None
+        if offset is None:
+            index, offset = planned.index, masters.offset
+            overwritten = self._overwritten(planned) if planned.draws == 1 else None
+            tokens = masters.last_token if self.has_slot_masters else None
+        if history is not None:
+            before = offset.clone() if index is None else offset.index_select(0, index)
+            logits = history.constrain(logits, before, planned.apply_penalty)
+        drawn, planned.faults = sampler(
+            logits,
+            RowSettings(**planned.settings, offset=offset),
+            planned.apply_filters,
+            is_constrained=planned.apply_penalty,
+            index=index,
+            advances=True,
+            last_tokens=tokens,
+            overwritten=overwritten,
+        )
+        if history is not None:
+            planned.overwritten += history.record(drawn, before)
         return drawn
 
     def faults(self) -> torch.Tensor:
@@ -256,7 +309,18 @@ class SamplerManager(Resource):
             change.put_back()
         if planned.offset is None:
             before = torch.from_numpy(self._draws[planned.addressed]).to(self._masters.offset.device)
-            self._masters.scatter(planned.index, before, planned.tokens)
+            tokens = self._overwritten(planned) if planned.tokens is None else planned.tokens
+            self._masters.put_back(planned.index, before, tokens)
+
+    def repeats_in_graph(self, step: ResourceStep, ctx: StepContext) -> bool:
+        assert isinstance(step, SamplerStep)
+        lease = ctx.slot_lease
+        if lease is None or self._new_rows or not (self._scatters_in_graph and self._reads_in_graph):
+            return False
+        if step.looks_back and self._history.is_used:
+            return False
+        is_sent = self._masters.holds(ctx.rows, ctx.request_ids, step.kept_rids, lease)
+        return is_sent and self._settings.holds(ctx.rows, lease)
 
     def build_accelerator_graph_buffers(self, buckets: Sequence[BucketKey], max_bs: int, max_seq_len: int) -> None:
         self._settings.reserve(max_bs)
@@ -273,6 +337,12 @@ class SamplerManager(Resource):
 
     def _is_in_graph(self, ctx: StepContext) -> bool:
         return self._scatters_in_graph and ctx.slot_lease is not None
+
+    def _overwritten(self, planned: _PlannedStep) -> torch.Tensor | None:
+        """Where the first draw of a forward that reads last tokens itself keeps those that it writes over."""
+        if not self._reads_in_graph or planned.lease is None or self._device_sampler is None:
+            return None
+        return self._tokens.view(planned.addressed.size, planned.lease)
 
     def _last_tokens(self, planned: _PlannedStep) -> torch.Tensor:
         if self._host_tokens is None or planned.lease is None:

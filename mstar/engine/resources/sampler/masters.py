@@ -22,6 +22,9 @@ class _Target:
     addressed: np.ndarray
     index: torch.Tensor
 
+    def is_for(self, rows: np.ndarray, request_ids: Sequence[int], kept: Collection[int] | None) -> bool:
+        return self.rows is rows and self.request_ids is request_ids and self.kept is kept
+
 
 class DrawMasters:
     """``offset`` and ``last_token``, int64 [num_rows + 1], by master row.
@@ -72,11 +75,18 @@ class DrawMasters:
         """
         slot = -1 if lease is None else lease.slot
         target = self._targets.get(slot)
-        if target is None or not (target.rows is rows and target.request_ids is request_ids and target.kept is kept):
+        if target is None or not target.is_for(rows, request_ids, kept):
             addressed = self._addressed(rows, request_ids, kept)
             target = _Target(rows, request_ids, kept, addressed, self._index.put(addressed, lease))
             self._targets[slot] = target
         return target.addressed, target.index
+
+    def holds(
+        self, rows: np.ndarray, request_ids: Sequence[int], kept: Collection[int] | None, lease: SlotLease
+    ) -> bool:
+        """Whether :meth:`target` would send nothing."""
+        target = self._targets.get(lease.slot)
+        return target is not None and target.is_for(rows, request_ids, kept)
 
     def _addressed(self, rows: np.ndarray, request_ids: Sequence[int], kept: Collection[int] | None) -> np.ndarray:
         index = rows.copy()
@@ -90,3 +100,10 @@ class DrawMasters:
         self.offset.index_copy_(0, index, offset)
         if tokens is not None:
             self.last_token.index_copy_(0, index, tokens)
+
+    def put_back(self, index: torch.Tensor, offset: torch.Tensor, tokens: torch.Tensor | None) -> None:
+        """Where the offsets at ``index`` moved: back to ``offset``, and the tokens back to ``tokens`` [padded bs]."""
+        if tokens is not None:
+            has_moved = self.offset.index_select(0, index) != offset
+            tokens = torch.where(has_moved, tokens, self.last_token.index_select(0, index))
+        self.scatter(index, offset, tokens)

@@ -112,6 +112,11 @@ class StaticSettings:
             self._blocks = [SettingsBlock(max_bs, self._device) for _ in self._blocks]
             self._staged.clear()
 
+    def holds(self, rows: np.ndarray, lease: SlotLease) -> bool:
+        """Whether :meth:`gather` would send nothing."""
+        staged = self._staged.get(lease.slot)
+        return staged is not None and staged.is_uploaded and staged.holds(self._version, rows)
+
     def stage(self, rows: np.ndarray, lease: SlotLease | None) -> _Staged:
         """Collects the settings of ``rows`` [n] on the host.  No device work: another step may be running."""
         slot = -1 if lease is None else lease.slot

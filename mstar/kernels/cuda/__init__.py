@@ -1,0 +1,1 @@
+"""Triton-language kernels for NVIDIA GPUs, each beside its torch reference.  Imported only where one is launched."""

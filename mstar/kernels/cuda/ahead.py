@@ -1,0 +1,172 @@
+"""Compiling kernels without a GPU, into the cache where a process with one finds them.
+
+Inside :func:`compiling_ahead` every launch of a kernel compiles it and does nothing else.  It goes through Triton's own
+launch path, so that the key in the cache comes out as it does on the device: that takes the same installation of
+Triton, the same sources and environment, and arguments of the same dtypes, alignment and divisibility.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia_driver
+from triton.runtime import build as triton_build
+from triton.runtime import cache as triton_cache
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from mstar.kernels.cuda import pdl
+from mstar.kernels.cuda.paper import gpu_on_paper, replaced
+from mstar.utils.errors import MstarError
+
+WARP_SIZE = 32
+
+
+class CompiledKernel(NamedTuple):
+    """``key`` is its hash in the cache, ``was_cached`` whether it was there already."""
+
+    name: str
+    key: str
+    was_cached: bool
+
+
+@contextlib.contextmanager
+def compiling_ahead(capability: int) -> Iterator[list[CompiledKernel]]:
+    """Launches compile for compute capability ``capability`` (90 is 9.0); yields the list that they are added to.
+
+    Also builds what launches them from the host, where there is a C compiler.
+
+    Raises:
+        MstarError: kernels were imported under TRITON_INTERPRET, which compiles nothing.
+    """
+    if triton.knobs.runtime.interpret:
+        raise MstarError("TRITON_INTERPRET is set: nothing can be compiled")
+    compiled: list[CompiledKernel] = []
+    known: set[str] = set()
+    memories: dict[Any, Any] = {}  # of kernels, what they know of the device that is there
+    hits: list[bool] = []
+    launchers = _Launchers()
+    run = JITFunction.run
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if self not in memories:
+            memories[self], self.device_caches = self.device_caches, defaultdict(self.create_binder)
+        named = {name: _pointer(value) for name, value in kwargs.items()}
+        kernel = run(self, *map(_pointer, args), grid=grid, warmup=True, **named)
+        if kernel.hash not in known:
+            known.add(kernel.hash)
+            compiled.append(CompiledKernel(kernel.name, kernel.hash, hits[-1]))
+            launchers.build(kernel)
+        return kernel
+
+    before = driver._active
+    driver.set_active(_NoDevice(GPUTarget("cuda", capability, WARP_SIZE)))
+    pdl.has_pdl.cache_clear()
+    try:
+        with (
+            launchers,
+            replaced(JITFunction, run=compile_instead),
+            replaced(triton.knobs.compilation, listener=lambda *, cache_hit, **_: hits.append(cache_hit)),
+            gpu_on_paper(capability),
+        ):
+            yield compiled
+    finally:
+        driver._active = before
+        for kernel, memory in memories.items():
+            kernel.device_caches = memory
+        pdl.has_pdl.cache_clear()
+
+
+@contextlib.contextmanager
+def standing_in_for(triton_key: str | None) -> Iterator[None]:
+    """Kernels go to the places in the cache where another installation of Triton looks, whose ``triton_key()`` this is.
+
+    None is this installation.
+
+    Raises:
+        MstarError: it is of another version.
+    """
+    if triton_key is None:
+        yield
+        return
+    if not triton_key.startswith(triton.__version__):
+        raise MstarError(f"the other Triton is {triton_key[:8]!r}..., this one {triton.__version__}")
+    with replaced(triton_cache, triton_key=lambda: triton_key):
+        yield
+
+
+class _NoDevice:
+    """What Triton asks of a driver until it has compiled."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Pointer:
+    """A tensor as a kernel's argument: its dtype, and an address that is aligned as the tensor is in its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._offset = int(tensor.storage_offset()) * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self._offset
+
+
+def _pointer(value: Any) -> Any:
+    return _Pointer(value) if isinstance(value, torch.Tensor) else value
+
+
+class _Launchers:
+    """Builds the C modules by which Triton launches kernels, against a libcuda that is none, and loads none of them."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._can_build = shutil.which("cc") is not None
+
+    def __enter__(self) -> None:
+        if not self._can_build:
+            return
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        source, library = folder / "empty.c", folder / "libcuda.so.1"
+        source.touch()
+        subprocess.run(["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
+        dirs = [nvidia_driver.libdevice_dir, str(folder)]
+        self._stack.enter_context(
+            replaced(triton_build, _load_module_from_path=lambda *_: SimpleNamespace(launch=None))
+        )
+        self._stack.enter_context(replaced(nvidia_driver, library_dirs=lambda: dirs))
+        nvidia_driver.compile_module_from_src(
+            src=(Path(nvidia_driver.dirname) / "driver.c").read_text(),
+            name="cuda_utils",
+            library_dirs=dirs,
+            include_dirs=nvidia_driver.include_dirs,
+            libraries=nvidia_driver.libraries,
+        )
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def build(self, kernel: Any) -> None:
+        if self._can_build:
+            nvidia_driver.CudaLauncher(kernel.src, kernel.metadata)

@@ -1,0 +1,335 @@
+"""Paged attention of one query per row: programs share a row's tokens out, and the last to end adds up the shares.
+
+How many may share is fixed by the shape; how many do, and over which tokens, by the lengths on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from mstar.kernels.cuda.paged_blocks import LOG2_E, LOWEST, attend_block, key_offsets, load_heads, load_pages
+from mstar.kernels.cuda.paged_prefill import paged_prefill
+from mstar.kernels.cuda.pdl import launch_options, release_dependents, wait_for_inputs
+
+MAX_PROGRAMS = 528  # that share rows out: four for each multiprocessor of an H200
+MAX_SHARES = 64
+MAX_HEAD_DIM = 128  # blocks of wider heads, or of float32, are the prefill kernel's
+MAX_MEMBERS = 16  # query heads of a program: the rows of a matrix instruction
+MERGED_ELEMENTS = 4096  # float32, of shares that are added up at once
+
+
+@dataclass(frozen=True)
+class DecodeSplit:
+    """How programs go through the rows.
+
+    Attributes:
+        block_m: rows of the matrix instructions, of which the query heads of a kv head fill a few: 16, or 64 with four
+            warps or eight, which then multiply from shared memory.
+        block_n: tokens of one step; a multiple of the page size or a divisor.
+        num_stages: one more than the steps whose keys and values are on their way at once; from 2 on, since with 1
+            values are fetched when keys have come.
+        num_programs: the most that a call may have for the sake of sharing rows out, up to ``MAX_PROGRAMS``.
+        whole_span: tokens up to which a row is one program's, since adding up shares costs as much as reading these.
+        least_span: tokens of the smallest share of a longer row.
+        releases_early: the next kernel may start beside this one, rather than once the keys are read.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_programs: int
+    whole_span: int
+    least_span: int
+    releases_early: bool = False
+
+
+def choose_split(num_rows: int, kv_heads: int, head_dim: int) -> DecodeSplit:
+    """By the programs that there are anyhow, one for each row and kv head.
+
+    While every program has a multiprocessor of its own, what counts is the way from the length to the result.  When
+    there are more, what counts is bytes on their way: small programs, of which a multiprocessor holds many in different
+    phases.  Measured on an H200 at 256 and 1,024 tokens a row.
+    """
+    num_pairs = num_rows * kv_heads
+    if num_pairs <= 132:
+        return DecodeSplit(64, 64, 4, 3, 264, 256, 128)
+    if head_dim > 64:
+        return DecodeSplit(16, 32, 1, 3, 528, 512, 256)
+    if num_pairs <= 256:
+        return DecodeSplit(16, 32, 1, 4, 528, 512, 256)
+    if num_pairs <= 512:
+        return DecodeSplit(16, 64, 4, 3, 528, 512, 256)
+    return DecodeSplit(16, 32, 1, 3, 528, 512, 256)
+
+
+class DecodeScratch:
+    """What programs that share a row leave for the last of them.
+
+    One serves all calls of a device that run one after another, of up to ``max_rows`` rows and of these heads.  Its
+    counts are zero between calls.
+    """
+
+    def __init__(self, max_rows: int, num_heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
+        members, blocks = _members(num_heads // kv_heads)
+        pairs = max_rows * kv_heads * blocks
+        self.sums = torch.empty(MAX_PROGRAMS, members, head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(MAX_PROGRAMS, 2, members, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(pairs, dtype=torch.int32, device=device)
+        self.row_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+
+
+def is_for_prefill(q: torch.Tensor, deterministic: bool) -> bool:
+    """Whether the prefill kernel serves rows of one query too."""
+    return deterministic or q.dtype == torch.float32 or q.shape[2] > MAX_HEAD_DIM
+
+
+def paged_decode(
+    q: torch.Tensor,
+    layer: torch.Tensor,
+    table: torch.Tensor,
+    streams: torch.Tensor,
+    kv_lens: torch.Tensor,
+    scratch: DecodeScratch,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    deterministic: bool = False,
+    split: DecodeSplit | None = None,
+    q_indptr: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As :func:`mstar.kernels.paged_attention.paged_decode_reference`.
+
+    Args:
+        q: [B, Hq, D] with contiguous heads; at most the rows of ``scratch``, and its heads.
+        layer: contiguous.
+        scale: positive.
+        deterministic: a row's bits depend on its own keys alone, and are those of ``paged_prefill``.
+        split: instead of the choice by shape.
+        q_indptr: int32 [B + 1] where ``q`` is [T, Hq, D]: row ``b``'s query is token ``q_indptr[b]``; rows that have
+            none or several are left out, and their results not written.  Not in deterministic mode, nor for what
+            the prefill kernel does.
+        out: contiguous, of the shape of ``q``, to write instead of a new tensor.
+    """
+    num_rows, (_, num_heads, head_dim) = streams.shape[0], q.shape
+    if is_for_prefill(q, deterministic):
+        assert q_indptr is None
+        assert out is None
+        starts = scratch.row_starts[: num_rows + 1]
+        return paged_prefill(
+            q, layer, table, streams, kv_lens, starts, window=window, scale=scale, deterministic=deterministic
+        )
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if num_rows == 0:
+        return out
+    page_size, kv_heads = layer.shape[2], layer.shape[3]
+    group = num_heads // kv_heads
+    members, blocks = _members(group)
+    split = split or choose_split(num_rows, kv_heads * blocks, head_dim)
+    num_programs = min(split.num_programs, scratch.sums.shape[0])
+    share_bits = _share_bits(num_programs, num_rows * kv_heads * blocks)
+    block_members, block_d = triton.next_power_of_2(members), max(16, triton.next_power_of_2(head_dim))
+    # Shares beyond the first come last: where rows are short they find nothing to do, and should not be in the way.
+    _decode_kernel[(kv_heads * blocks, num_rows, 1 << share_bits)](
+        out,
+        q,
+        layer,
+        table,
+        streams,
+        kv_lens,
+        q_indptr,
+        scratch.sums,
+        scratch.stats,
+        scratch.arrived,
+        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        share_bits,
+        split.whole_span,
+        split.least_span,
+        table.stride(0),
+        q.stride(0),
+        q.stride(1),
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        PAGE_SIZE=page_size,
+        WINDOW=window or 0,
+        MEMBERS=members,
+        BLOCK_MEMBERS=block_members,
+        BLOCK_M=split.block_m,
+        BLOCK_N=split.block_n,
+        MERGED=min(MAX_SHARES, MERGED_ELEMENTS // (block_members * block_d)) or 1,
+        IS_SHARED=share_bits > 0,
+        RELEASES_EARLY=split.releases_early,
+        **launch_options(q, num_warps=split.num_warps, num_stages=split.num_stages),
+    )
+    return out
+
+
+def _share_bits(num_programs: int, num_pairs: int) -> int:
+    """log2 of the programs that may share one of ``num_pairs`` pairs of row and kv head."""
+    return min(max(num_programs // num_pairs, 1), MAX_SHARES).bit_length() - 1
+
+
+def _members(group: int) -> tuple[int, int]:
+    """Query heads of one program, and programs that serve the heads of one kv head."""
+    return min(group, MAX_MEMBERS), triton.cdiv(group, MAX_MEMBERS)
+
+
+@triton.jit
+def _merge(
+    sums,
+    stats,
+    first,
+    shares,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """float32 [BLOCK_MEMBERS, BLOCK_D]: attention over the tokens of ``shares`` shares from ``first`` on."""
+    member, dim = tl.arange(0, BLOCK_MEMBERS), tl.arange(0, BLOCK_D)
+    highest = tl.full([BLOCK_MEMBERS], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_MEMBERS], tl.float32)
+    acc = tl.zeros([BLOCK_MEMBERS, BLOCK_D], tl.float32)
+    for start in tl.range(0, shares, MERGED, num_stages=1):
+        index = start + tl.arange(0, MERGED)
+        is_stat = (index < shares)[:, None] & (member < MEMBERS)[None, :]
+        at = (first + index)[:, None] * (2 * MEMBERS) + member[None, :]
+        # From the L2 cache, where other programs left them.
+        highs = tl.load(stats + at, mask=is_stat, other=LOWEST, cache_modifier=".cg")
+        totals = tl.load(stats + at + MEMBERS, mask=is_stat, other=0.0, cache_modifier=".cg")
+        at = ((first + index)[:, None, None] * MEMBERS + member[None, :, None]) * HEAD_DIM + dim[None, None, :]
+        is_sum = is_stat[:, :, None] & (dim < HEAD_DIM)[None, None, :]
+        accs = tl.load(sums + at, mask=is_sum, other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(highs, 0))
+        weights, shrink = tl.exp2(highs - new_highest[None, :]), tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights * totals, 0)
+        acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * accs, 0)
+        highest = new_highest
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit(
+    do_not_specialize=["share_bits", "whole_span", "least_span", "table_stride"],
+    do_not_specialize_on_alignment=["table", "streams", "kv_lens", "q_indptr"],
+)
+def _decode_kernel(
+    out,
+    q,
+    layer,
+    table,
+    streams,
+    kv_lens,
+    q_indptr,
+    sums,
+    stats,
+    arrived,
+    scale,
+    share_bits,
+    whole_span,
+    least_span,
+    table_stride,
+    q_row_stride,
+    q_head_stride,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MERGED: tl.constexpr,
+    IS_SHARED: tl.constexpr,
+    RELEASES_EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if RELEASES_EARLY:
+        release_dependents(USE_PDL)
+    wait_for_inputs(USE_PDL)
+    row, share = tl.program_id(1), tl.program_id(2)
+    kv_len, stream = tl.load(kv_lens + row), tl.load(streams + row)
+    # There is no negative stream; but so it is read beside the lengths, rather than after them.
+    token, is_idle = row, stream < 0
+    if q_indptr is not None:
+        token = tl.load(q_indptr + row)
+        is_idle |= tl.load(q_indptr + row + 1) - token != 1
+    begin, end, num_tokens, span = 0, kv_len, kv_len, 0
+    if WINDOW:
+        begin = tl.maximum(kv_len - WINDOW, 0) // BLOCK_N * BLOCK_N
+        num_tokens = kv_len - begin
+    if IS_SHARED:
+        least = tl.where(num_tokens <= whole_span, whole_span, least_span)
+        span = tl.maximum((num_tokens + (1 << share_bits) - 1) >> share_bits, least)
+        span = tl.cdiv(span, BLOCK_N) * BLOCK_N
+        begin += share * span
+        end = tl.minimum(begin + span, kv_len)
+        is_idle |= (share > 0) & (begin >= kv_len)
+    if IS_SHARED or q_indptr is not None:  # noqa: SIM102 (for the compiler to decide)
+        if is_idle:
+            return
+    pages = table + stream * table_stride
+
+    BLOCKS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
+    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    member, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    is_member = ((member < MEMBERS) & (block * MEMBERS + member < GROUP))[:, None] & (dim < HEAD_DIM)[None, :]
+    first_head = head * GROUP + block * MEMBERS
+    queries = q + token.to(tl.int64) * q_row_stride + (first_head + member)[:, None] * q_head_stride + dim[None, :]
+    queries = tl.load(queries, mask=is_member, other=0.0)
+
+    highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    values = layer + PAGE_SIZE * KV_HEADS * HEAD_DIM
+    page = load_pages(pages, begin, end, BLOCK_N, PAGE_SIZE)
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        offsets = key_offsets(page, start, head, BLOCK_N, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+        page = load_pages(pages, start + BLOCK_N, end, BLOCK_N, PAGE_SIZE)
+        is_seen = key < end
+        if WINDOW:
+            is_seen = is_seen & (key >= kv_len - WINDOW)
+        k = load_heads(layer, offsets, is_seen, BLOCK_D, HEAD_DIM, True).to(q.dtype.element_ty)
+        v = load_heads(values, offsets, is_seen, BLOCK_D, HEAD_DIM, True).to(q.dtype.element_ty)
+        highest, total, acc = attend_block(
+            queries, k, v, is_seen[None, :], highest, total, acc, scale, True, PRECISION="tf32"
+        )
+    if not RELEASES_EARLY:
+        release_dependents(USE_PDL)
+
+    heads = out + (token.to(tl.int64) * (KV_HEADS * GROUP) + first_head) * HEAD_DIM
+    at = heads + member[:, None] * HEAD_DIM + dim[None, :]
+    result = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    if IS_SHARED:
+        is_whole = num_tokens <= span
+        tl.store(at, result, mask=is_member & is_whole)
+        if not is_whole:
+            pair, shares = row * tl.num_programs(0) + tl.program_id(0), tl.cdiv(num_tokens, span)
+            first = pair << share_bits
+            stat = stats + (first + share) * (2 * MEMBERS) + member
+            tl.store(stat, highest, mask=member < MEMBERS)
+            tl.store(stat + MEMBERS, total, mask=member < MEMBERS)
+            sum_at = sums + ((first + share) * MEMBERS + member[:, None]) * HEAD_DIM + dim[None, :]
+            tl.store(sum_at, acc, mask=is_member)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            if tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu") == shares - 1:
+                tl.store(arrived + pair, 0)
+                merged = _merge(sums, stats, first, shares, HEAD_DIM, BLOCK_D, MEMBERS, BLOCK_MEMBERS, MERGED)
+                merged_member = tl.arange(0, BLOCK_MEMBERS)
+                is_merged = (merged_member < MEMBERS) & (block * MEMBERS + merged_member < GROUP)
+                merged_at = heads + merged_member[:, None] * HEAD_DIM + dim[None, :]
+                is_merged = is_merged[:, None] & (dim < HEAD_DIM)[None, :]
+                tl.store(merged_at, merged.to(out.dtype.element_ty), mask=is_merged)
+    else:
+        tl.store(at, result, mask=is_member)
