@@ -93,6 +93,13 @@ def test_what_a_step_needs_of_the_host_keeps_the_queue_short(folder, monkeypatch
     assert max(depths) == 1
 
 
+@pytest.mark.parametrize("lengths", ["0", "1"])
+def test_lengths_move_in_the_graph_or_are_sent(folder, monkeypatch, lengths):
+    monkeypatch.setenv("MSTAR_KV_INGRAPH_LENGTHS", lengths)
+    _, _, core = play(folder, 1, REQUESTS[:1])
+    assert core.engine.resources["kv_cache"].counters["ingraph_length_steps"] == 44 * int(lengths)
+
+
 def test_a_row_that_looks_back_keeps_it_short_as_long_as_it_runs(folder, monkeypatch):
     for name in IN_GRAPH:
         monkeypatch.setenv(name, "1")

@@ -62,9 +62,9 @@ class GraphStep:
 class DeviceState:
     """Page table and lengths of all streams on the device, and the views by which steps read them.
 
-    ``moves_lengths``: captured decode steps move the lengths themselves (:meth:`plan`).  The host's arrays are what
-    counts; :meth:`bring` sends what a step needs of them and the device does not have, on the stream on which the step
-    will run, since the step before may still read the old.
+    ``moves_lengths``: captured decode steps move the lengths themselves (:meth:`plan`); ``num_moved`` have.  The host's
+    arrays are what counts; :meth:`bring` sends what a step needs of them and the device does not have, on the stream on
+    which the step will run, since the step before may still read the old.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class DeviceState:
     ) -> None:
         size = MOST_LABELS * streams.total_rows
         self.moves_lengths = moves_lengths
+        self.num_moved = 0
         self.writes = DeviceWrites(device)
         self.pages = DevicePages(streams, size, device, self.writes)
         self.lengths = DeviceCounters(size, device, self.writes)
@@ -163,6 +164,7 @@ class DeviceState:
         if step is not None and (step.has_begun or step.is_captured):
             streams = rows.streams if rows.block is None else rows.block
             self.lengths.moved(streams, rows.spans, epoch_before, self._host.epoch)
+            self.num_moved += 1
 
     def discard(self, slot: int) -> None:
         """What was planned ahead on a slot is not used: its buffers may be on their way on another stream still."""

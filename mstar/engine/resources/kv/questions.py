@@ -9,6 +9,7 @@ import numpy as np
 from mstar.engine.resources.kv.admission import AdmissionGate, Demand
 from mstar.engine.resources.kv.config import KVReqConfig, PagedKVConfig
 from mstar.engine.resources.kv.departures import Departures
+from mstar.engine.resources.kv.graph_steps import DeviceState
 from mstar.engine.resources.kv.pages import PageArena
 from mstar.engine.resources.kv.pinned_ring import PinnedRing
 from mstar.engine.resources.kv.plan_cache import PlanCache
@@ -28,6 +29,7 @@ class KVQuestions:
     _sharing: PrefixSharing | None
     _plan_cache: PlanCache
     _ring: PinnedRing | None
+    _device_state: DeviceState | None
 
     @property
     def arena(self) -> PageArena:
@@ -75,10 +77,14 @@ class KVQuestions:
 
     @property
     def counters(self) -> Counter[str]:
-        """``pinned_takes``: index arrays that went through the page-locked ring; and those of the prefix index, as
-        ``prefix_hits``, ``prefix_misses``, ``prefix_hit_tokens``, ``prefix_insertions``, ``prefix_evictions``."""
+        """``pinned_takes``: index arrays that went through the page-locked ring.  ``ingraph_length_steps``: steps whose
+        lengths moved on in the graph.  And those of the prefix index, as ``prefix_hits``, ``prefix_misses``,
+        ``prefix_hit_tokens``, ``prefix_insertions``, ``prefix_evictions``."""
         self._departures.settle()
-        counters = Counter(pinned_takes=0 if self._ring is None else self._ring.takes)
+        counters = Counter(
+            pinned_takes=0 if self._ring is None else self._ring.takes,
+            ingraph_length_steps=0 if self._device_state is None else self._device_state.num_moved,
+        )
         if self._sharing is not None:
             counters.update({f"prefix_{name}": n for name, n in self._sharing.index.counters.items()})
         return counters
