@@ -26,6 +26,7 @@ LAZY = {
     },
     ("runtime/engine_process.py", "mstar.runtime.core"): "torch's failure to load reaches the client",
     ("runtime/engine_process.py", "mstar.runtime.engine_server"): "torch's failure to load reaches the client",
+    ("runtime/engine_process.py", "mstar.runtime.rehearsal"): "torch's failure to load reaches the client",
     ("runtime/drivers.py", "mstar.runtime.core"): "a child's parent needs no torch",
     ("model/locate.py", "huggingface_hub"): "slow, and most names do not need it",
     ("engine/resources/attention/backends.py", "mstar.engine.resources.attention.flashinfer_backend"): "optional",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mstar.runtime.core import EngineCore
 from mstar.runtime.messages import EngineRequest
@@ -42,17 +43,19 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def play(folder: Path, max_steps_ahead: int, requests: list[dict]) -> tuple[list[list[int]], list[int], EngineCore]:
+def play(
+    folder: Path, max_steps_ahead: int, requests: list[dict], attention: str = "TRITON", device: str = "cpu"
+) -> tuple[list[list[int]], list[int], EngineCore]:
     """Each request's tokens, and how many steps were in flight behind each call."""
     options = {
         "model": str(folder),
         "load_format": "dummy",
-        "device": "cpu",
+        "device": device,
         "dtype": "float32",
         "max_running_requests": 4,
         "run_ahead": "on",
         "max_steps_ahead": max_steps_ahead,
-        "resources": '{"attn": {"backend": "TRITON"}}',
+        "resources": json.dumps({"attn": {"backend": attention}}),
     }
     core = EngineCore(parse_options(options)[0])
     generator = np.random.default_rng(0)
@@ -108,3 +111,14 @@ def test_a_row_that_looks_back_keeps_it_short_as_long_as_it_runs(folder, monkeyp
     assert got == wanted
     assert max(depths[:20]) == 1
     assert max(depths) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_attention_that_plans_every_step_anew_runs_eager_and_right(folder):
+    wanted, _, captured = play(folder, 1, REQUESTS, "TRITON", "cuda:0")
+    got, _, eager = play(folder, 1, REQUESTS, "SDPA", "cuda:0")
+    assert not captured.engine.eager_steps
+    assert {reason for _, _, reason in eager.engine.eager_steps} == {"resource"}
+    assert eager.engine.eager_steps.total() == eager.engine.steps.total()
+    assert got == wanted

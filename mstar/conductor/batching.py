@@ -52,8 +52,9 @@ class Batcher:
 
     def pick(self, table: RowTable) -> Pick | None:
         """The next step's rows; None when no row can run.  Asked again, it answers the same until :meth:`ran`."""
-        if table.version == self._steady[0]:
-            return self._steady[1]
+        steady = self.steady(table)
+        if steady is not None:
+            return steady
         ready = table.ready_states()
         counts = np.bincount(ready + 1, minlength=len(self._plain) + 1).tolist()[1:]  # IDLE is -1
         states = [state for state, count in enumerate(counts) if count]

@@ -113,7 +113,7 @@ class AcceleratorGraphRunner(BucketTable):
 
     def measure(self, budget: CaptureBudget) -> None:
         """Runs every bucket once in eager form, largest first, where the backend budgets memory."""
-        if not budget.is_limited:
+        if not budget.is_limited or self._why_none() is not None:
             return
         for spec in self.specs:
             if spec.slot == 0:
@@ -124,8 +124,8 @@ class AcceleratorGraphRunner(BucketTable):
 
         A bucket is usable only when all its slots were captured; a failure drops it and the rest go on.
         """
-        self.unavailable = None if self._backend.captures else "device"
-        if self._backend.captures:
+        self.unavailable = self._why_none()
+        if self.unavailable is None:
             for spec in self.specs:
                 made = len(self._captures.get(spec.bucket, ()))
                 # A bucket that lost a slot is not tried any further.
@@ -144,6 +144,16 @@ class AcceleratorGraphRunner(BucketTable):
             self._buffers.resident_bytes / 1e6,
             self._buffers.per_capture_bytes / 1e6,
         )
+
+    def _why_none(self) -> str | None:
+        """Why no bucket is captured at all, as eager steps are counted by."""
+        if not self._backend.captures:
+            return "device"
+        refusing = {key: each.not_captured_because for key, each in self._resources.items()}
+        refusing = {key: reason for key, reason in refusing.items() if reason}
+        if refusing:
+            log.warning("%s: no step is captured: %s", self.node, refusing)
+        return "resource" if refusing else None
 
     def _try(self, spec: CGSlotSpec, action: Callable[[_Capture, DummyStep], None], eager: bool = False) -> None:
         """Runs ``action`` over the bucket's planned dummy rows, which own nothing afterwards; a failure is logged."""
@@ -167,6 +177,9 @@ class AcceleratorGraphRunner(BucketTable):
             self._backend.synchronize()
             bs = capture.spec.bucket.bs
             capture.graph = self._backend.capture(capture.forward, capture.static, bs, self._memory)
+            dummy.plan_again()
+            capture.graph.replay(capture.static, bs)  # a graph goes to the device with its first replay
+            self._backend.synchronize()
         self._captures.setdefault(capture.spec.bucket, []).append(capture)
 
     def _dummy_step(self, spec: CGSlotSpec, inputs: Sequence[NodeInputs]) -> DummyStep:

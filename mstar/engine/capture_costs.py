@@ -38,6 +38,7 @@ class CaptureCosts:
     def __init__(self, backend: CapturesGraphs) -> None:
         self.by_bucket: dict[BucketKey, CaptureCost] = {}
         self._backend = backend
+        self._last_free: int | None = None  # asking waits for the device
 
     @contextlib.contextmanager
     def of(self, key: BucketKey) -> Iterator[None]:
@@ -45,12 +46,14 @@ class CaptureCosts:
         if not self._backend.capture_at_load:
             yield
             return
-        free, start = self._free(), time.perf_counter()
+        free = self._free() if self._last_free is None else self._last_free
+        start = time.perf_counter()
         yield
         cost = self.by_bucket.setdefault(key, CaptureCost())
         cost.slots += 1
         cost.seconds += time.perf_counter() - start
-        cost.bytes += free - self._free()
+        self._last_free = self._free()
+        cost.bytes += free - self._last_free
 
     def tell(self, name: str) -> None:
         """Logs a line for each bucket and one for all."""

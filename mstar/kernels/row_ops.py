@@ -24,6 +24,10 @@ def add_rms_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tens
         delta: [n, dim], or None to add nothing.
         weight: [dim].
     """
+    if x.is_cuda and x.is_contiguous() and (delta is None or delta.is_contiguous()):
+        from mstar.kernels.cuda.row_ops import add_rms_norm as on_gpu
+
+        return on_gpu(x, delta, weight, eps)
     rows, dim = x.shape
     kernel = _norm_kernel(dim, eps, delta is not None) if _suits(x) and (delta is None or _suits(delta)) else None
     if kernel is None:

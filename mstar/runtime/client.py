@@ -144,7 +144,8 @@ class EngineClient:
             raise Unavailable(self._lost)
         if self._board.is_draining:
             raise Unavailable("the engine is draining")
-        if self._board.queued >= max(self._info.max_queued_requests, 1):
+        # A request for no tokens never waits; the server answers one at load, which must not fail on a busy engine.
+        if request.max_tokens != 0 and self._board.queued >= max(self._info.max_queued_requests, 1):
             raise Unavailable(f"max_queued_requests: at most {self._info.max_queued_requests} may wait")
         self._send(Submit(ticket, request))
 

@@ -25,6 +25,10 @@ from mstar.utils.errors import LoadError, shorten
 
 log = logging.getLogger(__name__)
 
+# What a loop around a core takes in between two steps.  A request costs tens of microseconds: a flood of them must not
+# stop the rows that run, and the first ones' prompts can be computed while the next come in.
+MESSAGES_PER_STEP = 64
+
 
 class EngineCore:
     """Loads a model and runs requests through it, a step at a time.  One thread uses it.

@@ -59,8 +59,10 @@ def _load_and_serve(name: str, folder: EngineFolder, socket: zmq.Socket[bytes], 
         # imported here: torch takes seconds, and its own failure to load must reach the client as a load error
         from mstar.runtime.core import EngineCore
         from mstar.runtime.engine_server import EngineServer
+        from mstar.runtime.rehearsal import rehearse
 
         core = EngineCore(msgspec.structs.replace(options, num_threads=options.num_threads or physical_cores()))
+        rehearse(core)
     except Exception as error:
         log.exception("the model could not be loaded")
         _leave_load_error(folder, str(error) if isinstance(error, MstarError) else f"{type(error).__name__}: {error}")

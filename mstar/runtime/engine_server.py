@@ -12,7 +12,7 @@ import zmq
 from mstar.conductor.request import FinishReason
 from mstar.runtime import messages
 from mstar.runtime.board import Board, EngineState, Slot
-from mstar.runtime.core import EngineCore
+from mstar.runtime.core import MESSAGES_PER_STEP, EngineCore
 from mstar.runtime.fronts import Front, Fronts
 from mstar.runtime.messages import Beat, Bye, Cancel, Failed, Finish, Hello, PromptTokens, Submit
 from mstar.runtime.outgoing import by_client
@@ -28,7 +28,6 @@ PRESENCE_INTERVAL_S = 1.0  # between two looks into the folder
 IDLE_WAIT_MS = 50
 LEAVE_AFTER_S = 1.0  # without front ends
 FIRST_FRONT_S = 60.0  # from the start to the first one
-MESSAGES_PER_STEP = 512  # so that a flood of them does not stop the rows that run
 
 
 class EngineServer:

@@ -253,11 +253,11 @@ FRONT_OPTIONS: tuple[Field, ...] = (
     Field(
         name="response_threads",
         kind="int",
-        default=4,
+        default=2,
         low=1,
         high=64,
         unit="threads",
-        doc="Threads that send responses; requests are spread over them.",
+        doc="Threads that send responses; more of them wait for one another.",
     ),
     Field(
         name="load_timeout_s",
@@ -329,7 +329,7 @@ class FrontOptions(_Options, frozen=True, kw_only=True):
     default_min_p: float | None = None
     default_repetition_penalty: float | None = None
     max_n: int = 16
-    response_threads: int = 4
+    response_threads: int = 2
     load_timeout_s: float = 1800.0
 
 

@@ -14,7 +14,8 @@ from mstar.runtime.client import EngineClient
 from mstar.runtime.options import parse_options
 from mstar.serving.frontend import Frontend
 from mstar.serving.intake import Intake
-from mstar.serving.triton import TritonReply, answer_error, complete_config, read_request
+from mstar.serving.readers import ReaderPool
+from mstar.serving.triton import Arrival, TritonReply, answer_error, complete_config, read_request
 
 
 class TritonPythonModel:
@@ -30,6 +31,8 @@ class TritonPythonModel:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         parameters = json.loads(args["model_config"]).get("parameters", {})
         engine_options, options = parse_options({key: value["string_value"] for key, value in parameters.items()})
+        # Prompts are tokenised one by one, by threads of ours: the library's own would only cost their start.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         front = open_front(engine_options.model)
         self._client = EngineClient(
             os.getppid(), options.engine or args["model_name"], engine_options, load_timeout_s=options.load_timeout_s
@@ -44,17 +47,25 @@ class TritonPythonModel:
             self._client.close()
             raise
         self._intake = Intake(front, options, self._frontend, self._client.info.max_seq_len)
+        self._readers = ReaderPool(self._read)
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests in. Never raises (one raise would close every sender of the call) nor waits for a token."""
+        """Take requests in. Never raises (one raise would close every sender of the call) nor waits for anything."""
         arrival_ns = time.monotonic_ns()
         for request in requests:
             reply = TritonReply(request)
             try:
                 self._frontend.check_accepting()
-                self._intake.take(read_request(request), reply, arrival_ns)
+                self._readers.put(Arrival(read_request(request), reply, arrival_ns))
             except Exception as error:
                 answer_error(reply, error)
+
+    def _read(self, arrival: Arrival) -> None:
+        """On a reader's thread."""
+        try:
+            self._intake.take(arrival.raw, arrival.reply, arrival.monotonic_ns)
+        except Exception as error:
+            answer_error(arrival.reply, error)
 
     def is_ready(self) -> bool:
         """For servers that ask (newer than 2.51): false once the engine is gone."""
@@ -63,5 +74,6 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Drain, end what is left, and leave no thread behind: a server loads and unloads models repeatedly."""
         self._frontend.drain()
+        self._readers.close()  # from the drain on whatever it reads is refused
         self._frontend.close()
         self._client.close()

@@ -20,6 +20,7 @@ from mstar.utils.errors import ErrorCode, MstarError, Unavailable
 logger = logging.getLogger(__name__)
 
 CANCEL_POLL_S = 0.05  # is_cancelled() is a round trip until it is true: one loop asks for all
+CANCEL_ASKS = 64  # in one go, of many requests in turn: such a trip costs as much as a response
 DRAINING = "the server is shutting down"
 
 
@@ -39,7 +40,7 @@ class Frontend:
     """The listener of an engine client, and the owner of the open requests.
 
     ``_open`` maps numbers of requests to their sequences, each of which the engine knows under a ticket of its own.
-    ``open`` adds; only a request's sender thread removes, and whoever removes it sends its last response: so there is
+    ``open`` adds; only the sender thread that holds a request removes it, and sends its last response: so there is
     exactly one, whatever races (tokens, failures, cancel, loss of the engine, drain).
     """
 
@@ -49,6 +50,7 @@ class Frontend:
         self._open: dict[int, Sequences] = {}
         self._numbers = itertools.count(1)
         self._refusal: str | None = None  # why new requests are turned away
+        self._to_ask: list[int] = []  # numbers whose turn to be asked for a cancel comes; the cancel loop's own
         self._pool = SenderPool(self, num_senders)
         self._stop = threading.Event()
         self._cancel_loop = threading.Thread(target=self._poll_cancels, name="mstar-cancel", daemon=True)
@@ -183,8 +185,11 @@ class Frontend:
             self._cancel_asked()  # a call, so that no local keeps the last request, and with it its sender, alive
 
     def _cancel_asked(self) -> None:
-        for number, sequences in list(self._open.items()):
-            if not sequences.is_abandoned and self._asks_cancel(sequences):
+        self._to_ask = self._to_ask or list(self._open)
+        asked, self._to_ask = self._to_ask[:CANCEL_ASKS], self._to_ask[CANCEL_ASKS:]
+        for number in asked:
+            sequences = self._open.get(number)
+            if sequences is not None and not sequences.is_abandoned and self._asks_cancel(sequences):
                 self._abandon(number, sequences)
                 self._pool.put(Failure(number, ErrorCode.CANCELLED, "the client cancelled the request"))
 

@@ -17,6 +17,20 @@ goes before sampling_parameters, and that before the request parameter. Numbers 
 one of text_input, input_ids and messages; everything else is optional."""
 
 
+WARM_UP_DOC = """\
+A request for no tokens that each front end answers at load, so that the first client does not wait for what the server
+prepares at its first response."""
+WARM_UP = (
+    "model_warmup [",
+    "  {",
+    '    name: "first_response" batch_size: 1',
+    '    inputs { key: "input_ids" value { data_type: TYPE_INT32 dims: [ 1 ] zero_data: true } }',
+    '    inputs { key: "max_tokens" value { data_type: TYPE_INT32 dims: [ 1 ] zero_data: true } }',
+    "  }",
+    "]",
+)
+
+
 def render_config(options: Mapping[str, str], *, instances: int = 1) -> str:
     """The text of a config.pbtxt whose ``parameters`` are ``options``, every other option shown with its default.
 
@@ -33,6 +47,9 @@ def render_config(options: Mapping[str, str], *, instances: int = 1) -> str:
         *_block("output", OUTPUTS, optional=False),
         "# Front ends (processes that read requests and send responses); all of them share one engine.",
         f"instance_group [ {{ count: {instances} kind: KIND_MODEL }} ]",
+        "",
+        *_comment(WARM_UP_DOC),
+        *WARM_UP,
         "",
         "# The engine: entries that name the same engine must agree in these.",
         *_parameters(ENGINE_OPTIONS, options),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from mstar.text.stream import TextStream
 
 
 class Stream:
-    """State of one sequence.  Only the thread of its sender shard touches it after it was opened."""
+    """State of one sequence.  After it was opened, only the sender thread that holds its request touches it."""
 
     __slots__ = (
         "_held_ids",
@@ -64,7 +65,7 @@ class Stream:
         self._prefix = prefix
         self._sequence_index = sequence_index
         self._once: dict[str, Any] = {}  # what the next chunk alone says
-        self._unread: list[np.ndarray] = []  # tokens whose text nobody needs yet
+        self._unread: list[int] = []  # tokens whose text nobody needs yet
         self._unread_records: list[np.ndarray] = []
         self._held_text: list[str] = []  # made, not sent
         self._held_ids: list[int] = []  # ids not sent, when they are asked for
@@ -84,27 +85,26 @@ class Stream:
         """JSON for the first chunk; before any token."""
         self._once["prompt_logprobs"] = prompt_logprobs
 
-    def take(self, tokens: np.ndarray, finish: int, records: np.ndarray | None = None) -> Chunk | None:
+    def take(self, tokens: Sequence[int], finish: int, records: np.ndarray | None = None) -> Chunk | None:
         """Add rows and return what may be sent now, if anything.
 
         Args:
-            tokens: int32 [n]; negative where the row brings no output, or names the stop id that ended it.
+            tokens: [n]; negative where the row brings no output, or names the stop id that ended it.
             finish: the last row's FinishReason, 0 while it runs.  A chunk with ``finish_reason`` is the last.
             records: LOGPROB [n], one per row; needed where log-probabilities are told.
         """
-        stop_id = stop_id_of(int(tokens[-1])) if finish else None
+        stop_id = stop_id_of(tokens[-1]) if finish else None
         if stop_id is not None and self._include_stop:
-            tokens = np.append(tokens[:-1], np.int32(stop_id))
-        is_output = tokens >= 0
-        tokens = tokens[is_output]
-        self._num_tokens += tokens.size
+            tokens = [*tokens[:-1], stop_id]
         if self._told is not None and records is not None:
-            self._unread_records.append(records[is_output])
+            self._unread_records.append(records[np.array(tokens) >= 0])
+        if min(tokens) < 0:
+            tokens = [token for token in tokens if token >= 0]
+        self._num_tokens += len(tokens)
+        self._unread.extend(tokens)
         if not self._look_now and not finish:
-            self._unread.append(tokens)
             return None
-        ids = (np.concatenate([*self._unread, tokens]) if self._unread else tokens).tolist()
-        self._unread.clear()
+        ids, self._unread = self._unread, []
         text = self._text.push(ids)
         if finish and self._text.matched_stop is None:
             text += self._text.finish()

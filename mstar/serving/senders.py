@@ -1,4 +1,4 @@
-"""A few threads that send responses, each owning the requests whose number falls to it."""
+"""A few threads that send responses, each request's by one of them at a time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from itertools import groupby
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
 from mstar.runtime.messages import TokenRows
-from mstar.serving.rows import TicketRows, group_by_ticket, pick
-from mstar.serving.sequences import numbers_of
+from mstar.serving.rows import Row, TicketRows, group_by_ticket, rows_of
+from mstar.serving.sequences import SEQUENCE_BITS
 from mstar.utils.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,11 @@ class Failure:
     ticket: int | None = None
 
 
-Item: TypeAlias = TokenRows | Prompt | Failure
+Item: TypeAlias = Row | Prompt | Failure
 
 
 class Handler(Protocol):
-    """What the shards' threads call, in the order in which it was put for a request."""
+    """What the threads call, in the order in which it was put for a request."""
 
     def handle_tokens(self, rows: TicketRows) -> None: ...
 
@@ -51,70 +52,114 @@ class Handler(Protocol):
 
 
 class SenderPool:
-    """Shards of work by request number modulo ``size``, so that what is sent for one request stays in order.
+    """Items wait by their request's number; a thread that is free takes the request whose turn it is, with all of them.
 
-    A send is one slow round trip. Whatever arrives for a shard meanwhile is taken up in its next pass, in which all
-    new tokens of a ticket become one response: that is the coalescing under back-pressure.
+    A send is one slow round trip.  Whatever comes for a request until its turn, all new tokens of a ticket, becomes one
+    response: that is the coalescing under back-pressure.  A request is in one thread's hands at a time, so that what is
+    sent for it stays in order; while it is, its turn does not come.  A request's first response goes before what is
+    further sent for others: numbers ascend, so one above all before it is new (one that was overtaken takes its turn).
+
+    Under ``_lock``: ``_waiting`` items by number; ``_first`` and ``_ready`` numbers that wait for a thread, in turn;
+    ``_held`` numbers in a thread's hands (a number with items is in one of the three); ``_newest`` the highest number
+    that had items; ``_idle`` the locks that idle threads sleep on.
     """
 
-    def __init__(self, handler: Handler, size: int = 4) -> None:
-        self._shards = [_Shard(handler, f"mstar-sender-{index}") for index in range(size)]
+    def __init__(self, handler: Handler, size: int = 2) -> None:
+        self._handler = handler
+        self._lock = threading.Lock()
+        self._waiting: dict[int, list[Item]] = {}
+        self._first: deque[int] = deque()
+        self._ready: deque[int] = deque()
+        self._newest = -1
+        self._held: set[int] = set()
+        self._idle: list[threading.Lock] = []
+        self._is_closing = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"mstar-sender-{index}", daemon=True) for index in range(size)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def put_tokens(self, rows: TokenRows) -> None:
-        """Hand one step's rows to their shards; never blocks."""
-        shard_of = numbers_of(rows.tickets) % len(self._shards)
-        for index, shard in enumerate(self._shards):
-            mine = np.flatnonzero(shard_of == index)
-            if mine.size:
-                shard.put(pick(rows, mine))
+        """Hand over one step's rows; never blocks on a send."""
+        waiting, held = self._waiting, self._held
+        with self._lock:
+            for row in rows_of(rows):  # once per token: nothing here may cost a call
+                number = row[0] >> SEQUENCE_BITS
+                if number in waiting:
+                    waiting[number].append(row)
+                    continue
+                waiting[number] = [row]
+                is_new = number > self._newest
+                if is_new:
+                    self._newest = number
+                if number not in held:  # as a new one can be: what is told of its prompt came before
+                    (self._first if is_new else self._ready).append(number)
+            self._wake()
 
     def put(self, item: Prompt | Failure) -> None:
         """Hand over what concerns one request, to be taken after everything that was put for it before."""
-        self._shards[item.number % len(self._shards)].put(item)
+        number = item.number
+        with self._lock:
+            if number in self._waiting:
+                self._waiting[number].append(item)
+            else:
+                self._waiting[number] = [item]
+                if number not in self._held:
+                    self._ready.append(number)
+            self._wake()
 
     def close(self) -> None:
         """Work off what was put, then end the threads."""
-        for shard in self._shards:
-            shard.put(None)
-        for shard in self._shards:
-            shard.thread.join()
+        with self._lock:
+            self._is_closing = True
+            for asleep in self._idle:
+                asleep.release()
+            self._idle.clear()
+        for thread in self._threads:
+            thread.join()
 
-
-class _Shard:
-    def __init__(self, handler: Handler, name: str) -> None:
-        self._handler = handler
-        self._inbox: deque[Item | None] = deque()  # None: the end
-        self._filled = threading.Event()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def put(self, item: Item | None) -> None:
-        self._inbox.append(item)
-        self._filled.set()
+    def _wake(self) -> None:
+        """One thread per request whose turn has come, as far as there are idle ones; the last to sleep wakes first."""
+        for _ in range(min(len(self._first) + len(self._ready), len(self._idle))):
+            self._idle.pop().release()
 
     def _run(self) -> None:
+        asleep = threading.Lock()
+        asleep.acquire()
+        number: int | None = None
         while True:
-            self._filled.wait()
-            self._filled.clear()  # before draining: a put in between only causes an empty pass
-            items = [self._inbox.popleft() for _ in range(len(self._inbox))]
-            rows: list[TokenRows] = []
-            for item in items:
-                if isinstance(item, TokenRows):
-                    rows.append(item)
-                    continue
-                self._pass_tokens(rows)
-                rows = []
-                if item is None:
+            with self._lock:
+                if number is not None:
+                    self._put_back(number)
+                turns = self._first or self._ready
+                number = turns.popleft() if turns else None
+                if number is not None:
+                    self._held.add(number)
+                    items = self._waiting.pop(number)
+                elif self._is_closing:
                     return
-                if isinstance(item, Prompt):
-                    self._guarded(self._handler.handle_prompt, item)
                 else:
-                    self._guarded(self._handler.handle_failure, item)
-            self._pass_tokens(rows)
+                    self._idle.append(asleep)
+            if number is None:
+                asleep.acquire()
+            else:
+                self._handle(items)
 
-    def _pass_tokens(self, rows: list[TokenRows]) -> None:
-        for of_ticket in group_by_ticket(rows):
-            self._guarded(self._handler.handle_tokens, of_ticket)
+    def _put_back(self, number: int) -> None:
+        self._held.remove(number)
+        if number in self._waiting:
+            self._ready.append(number)
+
+    def _handle(self, items: list[Item]) -> None:
+        for kind, run in groupby(items, type):
+            if kind is tuple:
+                for of_ticket in group_by_ticket(cast(list[Row], list(run))):
+                    self._guarded(self._handler.handle_tokens, of_ticket)
+            else:
+                handle = self._handler.handle_prompt if kind is Prompt else self._handler.handle_failure
+                for item in run:
+                    self._guarded(handle, item)
 
     def _guarded(self, handle: Callable[..., None], item: object) -> None:
         try:

@@ -25,13 +25,8 @@ def split_ticket(ticket: int) -> tuple[int, int]:
     return ticket >> SEQUENCE_BITS, ticket & (MAX_SEQUENCES - 1)
 
 
-def numbers_of(tickets: np.ndarray) -> np.ndarray:
-    """The requests that tickets int64 [n] belong to."""
-    return tickets >> SEQUENCE_BITS
-
-
 class Sequences:
-    """One reply's sequences.  After it was opened, only the thread of its sender shard changes it.
+    """One reply's sequences.  After it was opened, only the sender thread that holds it changes it.
 
     Each streams for itself, with its index in every response; not streaming, one response has what all of them
     brought.  The reply is over when the last one ended.
@@ -83,7 +78,7 @@ class Sequences:
         if self._tell_prompt is not None:
             self.streams[0].tell_prompt(self._tell_prompt(records))
 
-    def take(self, index: int, tokens: np.ndarray, finish: int, records: np.ndarray | None) -> Sequence[Chunk]:
+    def take(self, index: int, tokens: Sequence[int], finish: int, records: np.ndarray | None) -> Sequence[Chunk]:
         """Add a sequence's rows, as :meth:`Stream.take`; returns the chunks of one response, none if there is none."""
         chunk = self.streams[index].take(tokens, finish, records)
         if chunk is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
@@ -17,6 +17,14 @@ from mstar.utils.errors import ErrorCode, MstarError
 logger = logging.getLogger(__name__)
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class Arrival(NamedTuple):
+    """A request that Triton handed over: what was copied out of it, where its answer goes, and when it came."""
+
+    raw: RawRequest
+    reply: TritonReply
+    monotonic_ns: int
 
 
 class TritonReply:

@@ -151,7 +151,10 @@ def python_library_dir() -> Path | None:
 def server_environment(install: ServerInstall, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of the server: ``python3`` on PATH is this interpreter, and its packages and ours are importable.
 
-    ``MSTAR_PYTHON`` tells the engine process which interpreter to use. ``base`` defaults to ``os.environ``.
+    The wheel's stub runs an isolated interpreter: it ignores ``PYTHONPATH`` and sees the site-packages of ``python3``
+    on PATH, and what ``.pth`` files there add.  ``MSTAR_PYTHON`` tells the engine process which interpreter to use.
+    ``base`` defaults to ``os.environ``.
+
     Raises:
         LoadError: the wheel's stub needs this interpreter's shared library and it is not installed.
     """
@@ -162,6 +165,7 @@ def server_environment(install: ServerInstall, base: Mapping[str, str] | None = 
     env["PATH"] = join_paths([str(Path(sys.executable).parent)], env.get("PATH", os.defpath))
     env["PYTHONPATH"] = join_paths([package_root, *site_packages], env.get("PYTHONPATH", ""))
     env["PYTHONUNBUFFERED"] = "1"
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")  # prompts come one at a time: its threads have nothing to share
     if install.wheel_root is not None:
         library_dir = python_library_dir()
         if library_dir is None:

@@ -101,10 +101,10 @@ def test_warm_up_leaves_no_state_and_frees_padding_rows():
 def test_every_forward_of_warm_up_is_planned_anew_after_a_reset():
     _, submodule, toy = make_engine(ToyOptions(decode_sizes=(2,), prefill_sizes=(1,), prefill_tokens=(16,)))
     plans = [ctx for name, ctx in toy.calls if name == "plan"]
-    assert submodule.forwards == 4 * 3  # 2 buckets on 2 slots: 2 warm-ups and the capture
-    assert len(plans) == 4 * 3
+    assert submodule.forwards == 4 * 4  # 2 buckets on 2 slots: 2 warm-ups, the capture and a first replay
+    assert len(plans) == 4 * 4
     assert all(ctx.capture and ctx.num_real == 0 and ctx.slot_lease.slot == ctx.slot for ctx in plans)
-    assert [free for _, _, free in padding_calls(toy)] == [False, False, True] * 4
+    assert [free for _, _, free in padding_calls(toy)] == [False, False, False, True] * 4
 
 
 def test_buffers_are_sized_before_anything_is_captured():
@@ -199,6 +199,18 @@ def test_an_unsupported_device_warns_once_and_runs_eager(caplog):
     generate(engine, [info], 2)
     assert engine.eager_steps == {("LLM", "prefill", "device"): 1, ("LLM", "decode", "device"): 2}
     assert engine.max_batch_size("LLM", "decode") == 8
+
+
+def test_a_resource_whose_plans_no_graph_can_follow_makes_its_node_run_eager(caplog):
+    engine, _, toy = make_engine(warm=False)
+    toy.not_captured_because = "it moves its tables"
+    engine.warm_up()
+    assert "LLM: no step is captured: {'toy': 'it moves its tables'}" in caplog.text
+    assert len(runner_of(engine).dropped_buckets) == 10
+    info = request(0, [1])
+    engine.ingest(info)
+    assert generate(engine, [info], 2) == {0: expected([1], 2)}
+    assert engine.eager_steps == {("LLM", "prefill", "resource"): 1, ("LLM", "decode", "resource"): 2}
 
 
 # Compilation

@@ -23,7 +23,7 @@ class Backend:
 
 def test_slots_of_a_bucket_are_added_up_and_a_line_tells_each_bucket(caplog) -> None:
     caplog.set_level(logging.INFO)
-    costs = CaptureCosts(Backend(free=[100_000_000, 97_000_000, 97_000_000, 96_000_000, 96_000_000, 96_000_000]))
+    costs = CaptureCosts(Backend(free=[100_000_000, 97_000_000, 96_000_000, 96_000_000]))
     for key in (LARGE, LARGE, SMALL):
         with costs.of(key):
             pass

@@ -280,3 +280,15 @@ def test_the_queue_is_bounded_and_every_request_ends_once(attach):
         assert len(ends) == 1
         if ticket not in finished and ends != ["refused"]:
             assert ends[0][0] is ErrorCode.UNAVAILABLE
+
+
+def test_a_request_for_no_tokens_passes_a_full_queue(attach):
+    client, recorder = attach(max_running_requests=1, max_queued_requests=1)
+    for ticket in (1, 2):
+        client.submit(ticket, ENDLESS)
+        wait_until(lambda ticket=ticket: client.board.running + client.board.queued == ticket)
+    with pytest.raises(Unavailable):
+        client.submit(3, greedy([1], 1))
+    client.submit(4, greedy([1], 0))
+    recorder.wait(lambda: 4 in recorder.ends)
+    assert recorder.ends == {4: [FinishReason.LENGTH]}

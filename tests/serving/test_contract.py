@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from mstar.runtime.options import OPTIONS
 from mstar.serving import contract
+from mstar.serving.parse import RawRequest, parse
 from mstar.serving.pbtxt import render_config
 from mstar.utils.errors import LoadError
 
@@ -44,6 +46,18 @@ def test_shipped_config_is_what_its_own_options_render_to():
     text = (ENTRY / "config.pbtxt").read_text()
     options = {key: value.string_value for key, value in parsed(text).parameters.items()}
     assert render_config(options) == text
+
+
+def test_every_config_warms_its_front_end_up_with_a_request_that_no_engine_refuses():
+    (sample,) = parsed(render_config({"model": "smollm2-135m"})).model_warmup
+    assert sample.batch_size == 1  # 0 would be skipped
+    assert all(each.zero_data for each in sample.inputs.values())
+    tensors = {
+        name: np.zeros(list(each.dims), contract.INPUT_BY_NAME[name].numpy_type) for name, each in sample.inputs.items()
+    }
+    asked = parse(RawRequest(tensors))
+    assert asked.input_ids.tolist() == [0]  # any vocabulary has it, and any context has room for it
+    assert asked.params.max_tokens == 0
 
 
 def test_every_option_stands_in_the_config_with_its_default():

@@ -8,9 +8,9 @@ import pytest
 from serving_fakes import ManualEngine, RecordingReply, wait_until
 
 from mstar.runtime.messages import EngineRequest, FinishReason
-from mstar.serving.frontend import Frontend
+from mstar.serving.frontend import CANCEL_ASKS, CANCEL_POLL_S, Frontend
 from mstar.serving.responses import Stream
-from mstar.serving.sequences import Sequences, split_ticket
+from mstar.serving.sequences import Sequences
 from mstar.text.stream import TextStream
 from mstar.utils.errors import ErrorCode, Unavailable
 
@@ -40,12 +40,88 @@ def test_tokens_that_come_during_a_send_join_the_next_response(engine, tokenizer
     reply.gate.clear()
     ids = tokenizer.encode("abcdef")
     engine.emit(ticket, ids[:1])
-    wait_until(lambda: not engine.frontend._pool._shards[split_ticket(ticket)[0] % 4]._inbox)
+    wait_until(lambda: not engine.frontend._pool._waiting)
     engine.emit(ticket, ids[1:], FinishReason.LENGTH)
     reply.gate.set()
     assert reply.over.wait(5)
     assert [chunk.text for chunk in reply.chunks] == ["a", "bcdef"]
     assert [chunk.num_output_tokens for chunk in reply.chunks] == [1, 5]
+
+
+def test_tokens_that_come_before_their_requests_turn_join_its_response(engine, tokenizer):
+    blocked = [open_stream(engine, tokenizer) for _ in range(4)]  # as many as there are senders
+    ticket, reply = open_stream(engine, tokenizer)
+    first, *rest = tokenizer.encode("abcdef")
+    for other, gated in blocked:
+        gated.gate.clear()
+        engine.emit(other, [first])
+    wait_until(lambda: not engine.frontend._pool._waiting)
+    engine.emit(ticket, [first])
+    engine.emit(ticket, rest, FinishReason.LENGTH)
+    blocked[2][1].gate.set()  # whichever sender is free takes it
+    assert reply.over.wait(5)
+    assert [chunk.text for chunk in reply.chunks] == ["abcdef"]
+    for _, gated in blocked:
+        gated.gate.set()
+
+
+def test_first_responses_go_before_further_ones(tokenizer):
+    engine, sent = ManualEngine(), []
+    engine.frontend = Frontend(engine, num_senders=1)
+    opened = [open_stream(engine, tokenizer) for _ in range(6)]
+    for number, (_, reply) in enumerate(opened):
+        reply.send = lambda chunks, *, final, number=number, send=reply.send: (
+            sent.append(number), send(chunks, final=final)
+        )  # fmt: skip
+    old, new = opened[:3], opened[3:]
+    for ticket, _ in old:
+        engine.emit(ticket, tokenizer.encode("a"))
+    wait_until(lambda: len(sent) == 3)
+    old[0][1].gate.clear()
+    engine.emit(old[0][0], tokenizer.encode("b"), FinishReason.LENGTH)
+    wait_until(lambda: len(sent) == 4)
+    for ticket, _ in [*old[1:], *new]:
+        engine.emit(ticket, tokenizer.encode("b"), FinishReason.LENGTH)
+    old[0][1].gate.set()
+    engine.frontend.close()
+    assert sent[3:] == [0, 3, 4, 5, 1, 2]
+
+
+def test_what_waits_when_the_front_end_closes_is_sent(tokenizer):
+    engine = ManualEngine()
+    engine.frontend = Frontend(engine, num_senders=1)
+    opened = [open_stream(engine, tokenizer) for _ in range(3)]
+    opened[0][1].gate.clear()
+    for ticket, _ in opened:
+        engine.emit(ticket, tokenizer.encode("ab"), FinishReason.LENGTH)
+    closing = threading.Thread(target=engine.frontend.close)
+    closing.start()
+    opened[0][1].gate.set()
+    closing.join(5)
+    assert [reply.text for _, reply in opened] == ["ab"] * 3
+
+
+def test_of_many_requests_each_is_asked_for_a_cancel_in_its_turn(engine, tokenizer):
+    replies = [open_stream(engine, tokenizer)[1] for _ in range(3 * CANCEL_ASKS)]
+    most, asked = [0], [0]
+
+    def is_cancelled() -> bool:
+        asked[0] += 1
+        return False
+
+    for reply in replies:
+        reply.is_cancelled = is_cancelled
+    wait = engine.frontend._stop.wait
+
+    def count(timeout: float) -> bool:
+        most[0], asked[0] = max(most[0], asked[0]), 0
+        return wait(timeout)
+
+    engine.frontend._stop.wait = count
+    del replies[-1].is_cancelled
+    replies[-1].cancelled = True
+    assert replies[-1].over.wait(5 * CANCEL_POLL_S + 1)
+    assert most[0] <= CANCEL_ASKS
 
 
 def test_many_streams_are_not_mixed(engine, tokenizer):

@@ -38,7 +38,7 @@ def feed(stream: Stream, pieces: list[list[int]], finish=LENGTH):
     for index, ids in enumerate(pieces):
         told = records([-(place + i + 1.0) for i in range(len(ids))])
         place += len(ids)
-        chunk = stream.take(np.array(ids, np.int32), finish if index + 1 == len(pieces) else RUNNING, told)
+        chunk = stream.take(ids, finish if index + 1 == len(pieces) else RUNNING, told)
         if chunk is not None:
             chunks.append(chunk)
             if chunk.finish_reason:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ def feed(stream: Stream, pieces: list[list[int]], finish: FinishReason = LENGTH)
     """Chunks for groups of tokens, the last group with ``finish``; nothing is fed past a last chunk."""
     chunks = []
     for index, ids in enumerate(pieces):
-        chunk = stream.take(np.array(ids, np.int32), finish if index + 1 == len(pieces) else RUNNING)
+        chunk = stream.take(ids, finish if index + 1 == len(pieces) else RUNNING)
         if chunk is not None:
             chunks.append(chunk)
             if chunk.finish_reason:

@@ -102,6 +102,7 @@ def test_environment_makes_python3_this_interpreter(tmp_path: Path) -> None:
     assert env["MSTAR_PYTHON"] == sys.executable
     assert env["PYTHONPATH"].split(":")[-1] == "/mine"
     assert str(Path(tritonserver.__file__).parents[2]) in env["PYTHONPATH"].split(":")
+    assert env["TOKENIZERS_PARALLELISM"] == "false"
     assert "LD_LIBRARY_PATH" not in env
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -210,3 +211,16 @@ def test_all_pieces_are_the_bytes_of_every_id(byte_level):
 def test_text_of_one_token(byte_level, sentencepiece):
     assert [byte_level.token_text(id) for id in (97, 256, 257, 0xE9, 10**6)] == ["a", "<|end|>", "<tool>", "\ufffd", ""]
     assert sentencepiece.token_text(sentencepiece._backend.token_to_id("\u2581is")) == " is"
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path):
+    tokenizer = Tokenizer.from_file(save(tmp_path))
+    with ThreadPoolExecutor(1) as pool:
+        started = last = time.perf_counter()
+        longest = 0.0
+        encoding = pool.submit(tokenizer.encode, "some words " * 200_000)
+        while not encoding.done():
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+        whole = time.perf_counter() - started
+    assert longest < whole / 2

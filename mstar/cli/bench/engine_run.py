@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from mstar.cli.bench.workloads import Workload
 from mstar.conductor.report import StepReport
 from mstar.engine.phase_clock import NO_CLOCK, PhaseClock
-from mstar.runtime.core import EngineCore
+from mstar.runtime.core import MESSAGES_PER_STEP, EngineCore
 from mstar.runtime.messages import encode
 from mstar.runtime.outgoing import by_client
 
@@ -53,18 +54,21 @@ def run_workload(
     clock: PhaseClock = NO_CLOCK,
     on_iteration: Callable[[int], None] = lambda iteration: None,
 ) -> Run:
-    """Submits everything, then steps until all is done; each report becomes the messages that a front end would get.
+    """Submits everything as it would come from front ends, and steps until all is done; each report becomes the
+    messages that they would get.
 
     Args:
         clock: told after each iteration, as phase :data:`MESSAGE`.
         on_iteration: called before each iteration with its number.
     """
-    requests = workload.requests()
+    requests = enumerate(workload.requests())
     reports: list[StepReport] = []
     times = [time.perf_counter()]
-    for row, request in enumerate(requests):
-        core.submit(request, ticket=row)
-    while core.has_work():
+    while True:
+        for row, request in islice(requests, MESSAGES_PER_STEP):
+            core.submit(request, ticket=row)
+        if not core.has_work():
+            break
         on_iteration(len(reports))
         report = core.step()
         for _, _, message in by_client(report):

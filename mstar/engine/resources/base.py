@@ -58,6 +58,7 @@ class Resource(ABC):
 
     force_double_buffer: bool = False  # stages through a reused host buffer behind an async copy: needs 2 slots
     has_slot_masters: bool = False  # keeps every row's last token on the device, for the row's next step
+    not_captured_because: str = ""  # why no graph of this device can follow its plans; empty where graphs can
 
     @classmethod
     @abstractmethod

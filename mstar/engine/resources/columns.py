@@ -24,36 +24,40 @@ class StepColumns:
     def __init__(self, dtypes: Mapping[str, torch.dtype], device: torch.device, num_slots: int) -> None:
         self._dtypes = dict(dtypes)
         self._device = device
-        self._slots = [_Block(self._dtypes, 0, device) for _ in range(num_slots)]
+        self._slots = [self._block(0) for _ in range(num_slots)]
         self._max_rows = 0
-        self._views: dict[tuple[int, int], Columns] = {}
 
-    def reserve(self, max_rows: int) -> None:
-        """Room for ``max_rows`` rows in every slot; moves the columns, so only before any capture."""
-        if max_rows > self._max_rows:
-            self._max_rows = max_rows
-            self._slots = [_Block(self._dtypes, max_rows, self._device) for _ in self._slots]
-            self._views.clear()
+    def reserve(self, max_rows: int) -> bool:
+        """Room for ``max_rows`` rows in every slot; moves the columns, so only before any capture.
+
+        Returns:
+            Whether it has: what was put before is gone.
+        """
+        if max_rows <= self._max_rows:
+            return False
+        self._max_rows = max_rows
+        self._slots = [self._block(max_rows) for _ in self._slots]
+        return True
+
+    def block(self, rows: int, lease: SlotLease | None) -> ColumnBlock:
+        """Where ``rows`` rows go."""
+        return self._block(rows) if lease is None else self._slots[lease.slot]
 
     def put(self, values: Mapping[str, np.ndarray], lease: SlotLease | None) -> Columns:
         """``values`` of every column, [rows] each, on the device."""
         rows = next(iter(values.values())).size
-        if lease is None:
-            block = _Block(self._dtypes, rows, self._device)
-            block.fill(values, rows)
-            return block.sent()
-        key = lease.slot, rows
-        block = self._slots[lease.slot]
+        block = self.block(rows, lease)
         block.fill(values, rows)
-        columns = block.sent()
-        if key not in self._views:
-            if len(self._views) >= _MOST_KEPT_VIEWS:
-                self._views.clear()
-            self._views[key] = {name: column[:rows] for name, column in columns.items()}
-        return self._views[key]
+        block.upload()
+        return block.columns(rows)
+
+    def _block(self, rows: int) -> ColumnBlock:
+        return ColumnBlock(self._dtypes, rows, self._device)
 
 
-class _Block:
+class ColumnBlock:
+    """One set of columns: filled on the host, then sent in one copy."""
+
     def __init__(self, dtypes: Mapping[str, torch.dtype], max_rows: int, device: torch.device) -> None:
         size = sum(_width(max_rows, dtype) for dtype in dtypes.values())
         on_cpu = device.type == "cpu"
@@ -61,15 +65,25 @@ class _Block:
         self._device = self._host if on_cpu else torch.zeros(size, dtype=torch.uint8, device=device)
         self._host_columns = {name: column.numpy() for name, column in _cut(self._host, dtypes, max_rows).items()}
         self._device_columns = _cut(self._device, dtypes, max_rows)
+        self._heads: dict[int, Columns] = {}  # by length
 
     def fill(self, values: Mapping[str, np.ndarray], rows: int) -> None:
+        """Writes ``values`` of every column, [rows] each, on the host alone; what lies behind them stays."""
         for name, column in self._host_columns.items():
             column[:rows] = values[name]
 
-    def sent(self) -> Columns:
+    def upload(self) -> None:
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
-        return self._device_columns
+
+    def columns(self, rows: int) -> Columns:
+        """The leading ``rows`` rows of every column on the device, at addresses that never change."""
+        heads = self._heads.get(rows)
+        if heads is None:
+            if len(self._heads) >= _MOST_KEPT_VIEWS:
+                self._heads.clear()
+            heads = self._heads[rows] = {name: column[:rows] for name, column in self._device_columns.items()}
+        return heads
 
 
 def _cut(block: torch.Tensor, dtypes: Mapping[str, torch.dtype], max_rows: int) -> Columns:

@@ -25,8 +25,9 @@ class Compositions(Generic[_T]):
     which moves whenever something about a row does.
     """
 
-    def __init__(self) -> None:
-        self._kept: deque[_Kept[_T]] = deque(maxlen=_MOST_KEPT)
+    def __init__(self, most: int = _MOST_KEPT) -> None:
+        """``most``: compositions that are kept; 1 for what lies in the one place that the next is written to."""
+        self._kept: deque[_Kept[_T]] = deque(maxlen=most)
 
     def find(self, version: int, rows: np.ndarray, *others: object) -> _T | None:
         for kept in self._kept:

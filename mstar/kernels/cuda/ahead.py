@@ -8,13 +8,13 @@ Triton, the same sources and environment, and arguments of the same dtypes, alig
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,11 @@ from triton.runtime.jit import JITFunction
 
 from mstar.kernels.cuda import pdl
 from mstar.kernels.cuda.paper import gpu_on_paper, replaced
+from mstar.kernels.cuda.streams import has_streams
 from mstar.utils.errors import MstarError
 
 WARP_SIZE = 32
+_SET_BY_UTILS = ("PyCUtensorMap", "PyKernelArg", "ARG_CONSTEXPR", "ARG_KERNEL", "ARG_TUPLE")  # in the driver's module
 
 
 class CompiledKernel(NamedTuple):
@@ -72,7 +74,7 @@ def compiling_ahead(capability: int) -> Iterator[list[CompiledKernel]]:
 
     before = driver._active
     driver.set_active(_NoDevice(GPUTarget("cuda", capability, WARP_SIZE)))
-    pdl.has_pdl.cache_clear()
+    _forget_devices()
     try:
         with (
             launchers,
@@ -85,7 +87,7 @@ def compiling_ahead(capability: int) -> Iterator[list[CompiledKernel]]:
         driver._active = before
         for kernel, memory in memories.items():
             kernel.device_caches = memory
-        pdl.has_pdl.cache_clear()
+        _forget_devices()
 
 
 @contextlib.contextmanager
@@ -104,6 +106,11 @@ def standing_in_for(triton_key: str | None) -> Iterator[None]:
         raise MstarError(f"the other Triton is {triton_key[:8]!r}..., this one {triton.__version__}")
     with replaced(triton_cache, triton_key=lambda: triton_key):
         yield
+
+
+def _forget_devices() -> None:
+    pdl.has_pdl.cache_clear()
+    has_streams.cache_clear()
 
 
 class _NoDevice:
@@ -137,8 +144,24 @@ def _pointer(value: Any) -> Any:
     return _Pointer(value) if isinstance(value, torch.Tensor) else value
 
 
+def _driver_functions() -> list[str]:
+    """What of libcuda the launchers call.  One that found none of it there would be linked without libcuda."""
+    folder = Path(nvidia_driver.dirname)
+    text = "".join((folder / name).read_text() for name in ("driver.c", "driver.py"))
+    return sorted(set(re.findall(r"\bcu[A-Z]\w+", text)))
+
+
+class _Unloaded:
+    """A C module that was built and cannot be loaded here: it has any attribute, and each is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class _Launchers:
-    """Builds the C modules by which Triton launches kernels, against a libcuda that is none, and loads none of them."""
+    """Builds the C modules by which Triton launches kernels, against a libcuda that is none, and loads none of them:
+    one for all kernels, before Triton 3.7 also one for each.  From 3.8 on the former's place in the cache depends on
+    the folder of libcuda, so that a machine with a GPU makes its own, in a second."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
@@ -148,25 +171,18 @@ class _Launchers:
         if not self._can_build:
             return
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-        source, library = folder / "empty.c", folder / "libcuda.so.1"
-        source.touch()
+        source, library = folder / "cuda.c", folder / "libcuda.so.1"
+        source.write_text("".join(f"void {name}(void) {{}}\n" for name in _driver_functions()))
         subprocess.run(["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True)
         dirs = [nvidia_driver.libdevice_dir, str(folder)]
-        self._stack.enter_context(
-            replaced(triton_build, _load_module_from_path=lambda *_: SimpleNamespace(launch=None))
-        )
+        self._stack.enter_context(replaced(triton_build, _load_module_from_path=lambda *_: _Unloaded()))
         self._stack.enter_context(replaced(nvidia_driver, library_dirs=lambda: dirs))
-        nvidia_driver.compile_module_from_src(
-            src=(Path(nvidia_driver.dirname) / "driver.c").read_text(),
-            name="cuda_utils",
-            library_dirs=dirs,
-            include_dirs=nvidia_driver.include_dirs,
-            libraries=nvidia_driver.libraries,
-        )
+        with replaced(nvidia_driver, **{name: None for name in _SET_BY_UTILS if hasattr(nvidia_driver, name)}):
+            object.__new__(nvidia_driver.CudaUtils).__init__()
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
 
     def build(self, kernel: Any) -> None:
-        if self._can_build:
+        if self._can_build and hasattr(nvidia_driver, "make_launcher"):
             nvidia_driver.CudaLauncher(kernel.src, kernel.metadata)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from mstar.kernels.cuda.pdl import launch_options, release_dependents, wait_for_inputs
 from mstar.kernels.cuda.products import load_weights, product, release_at
+from mstar.kernels.cuda.streamed_linear_add import launch_streamed_linear_add_
 from mstar.kernels.cuda.tiles import Tile
 
 ADD_BLOCK = 1024
@@ -17,6 +18,9 @@ def launch_linear_add_(
     x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> None:
     """`x` [n, out] += `y` [n, in] @ `weight` [out, in].T + `bias` [out], all contiguous and 16 bits wide."""
+    if tile.way == "stream":
+        launch_streamed_linear_add_(x, y, weight, bias, tile)
+        return
     n, outputs = x.shape
     inputs = y.shape[1]
     is_split = tile.splits > 1
@@ -58,7 +62,6 @@ def _linear_add(
         before = tl.load(at, mask=inside, other=0.0)
     result = product(y_ptr + part * SPAN, weight_ptr, weights, columns, first_row, n, 0.0, IN, SPAN, False, WAY, M,
                      SLICES, CHUNK, REST)  # fmt: skip
-    release_at("product", RELEASE, USE_PDL)
     if not IS_SPLIT:
         if WAY == "loop":
             before = tl.load(at, mask=inside, other=0.0)

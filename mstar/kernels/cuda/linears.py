@@ -24,11 +24,11 @@ from mstar.kernels.cuda.linear_choice import (
     norm_linear_tile,
     qkv_tile,
 )
-from mstar.kernels.cuda.norm_gate_up import launch_norm_gate_up
 from mstar.kernels.cuda.norm_linear import launch_norm_linear
 from mstar.kernels.cuda.norm_qkv import launch_norm_qkv
 from mstar.kernels.cuda.rope_store import qk_norm_rope_store
 from mstar.kernels.cuda.row_ops import rms_norm, silu_mul
+from mstar.kernels.cuda.streams import has_streams
 from mstar.kernels.cuda.tiles import Tile
 from mstar.kernels.linear import linear_in_blocks
 
@@ -57,6 +57,7 @@ def norm_qkv_rope_store(
         The rotated queries, a new [n, num_heads, head_dim]; keys and values are in `layer`.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
+    streams = has_streams(x.device)
     x, scale_eps = _normed_apart(x, norm_weight, eps)
     turns_whole = cos.shape[-1] == head_dim and head_dim & (head_dim - 1) == 0
     if not turns_whole:
@@ -64,13 +65,13 @@ def norm_qkv_rope_store(
     elif deterministic:
         tile = deterministic_tile(head_dim)
     else:
-        tile = qkv_tile(rows, inputs, outputs) if qk_norm_weight is None else None
+        tile = qkv_tile(rows, inputs, outputs, head_dim, has_qk_norm=qk_norm_weight is not None, streams=streams)
     if tile is not None and _runs(tile, x, weight) and head_dim % tile.columns == 0:
         return launch_norm_qkv(
             x, scale_eps, weight, bias, qk_norm_weight, qk_eps, cos, sin, key_index, layer,
             num_heads, num_kv_heads, head_dim, tile,
         )  # fmt: skip
-    tile = None if deterministic else norm_linear_tile(rows, inputs, outputs)
+    tile = None if deterministic else norm_linear_tile(rows, inputs, outputs, streams=streams)
     if tile is not None and _runs(tile, x, weight):
         heads = launch_norm_linear(x, scale_eps, weight, bias, tile)
         behind: dict[str, Any] = {}
@@ -92,8 +93,9 @@ def linear_add_(
 ) -> None:
     """As `fused_linears.linear_add_reference_`: `x` [n, out] += `y` [n, in] @ `weight`.T + `bias`; all contiguous."""
     outputs, inputs = weight.shape
-    tile = deterministic_tile(32) if deterministic else add_tile(x.shape[0], inputs, outputs)
-    if tile is not None and _runs(tile, x, weight):
+    streams = has_streams(x.device)
+    tile = deterministic_tile(32) if deterministic else add_tile(x.shape[0], inputs, outputs, streams=streams)
+    if tile is not None and _runs(tile, y, weight):
         launch_linear_add_(x, y, weight, bias, tile)
     elif deterministic:
         x.add_(linear_in_blocks(y, weight, bias))
@@ -118,10 +120,11 @@ def norm_gate_up(
         A new [n, inner].
     """
     outputs, inputs = weight.shape
+    streams = has_streams(x.device)
     x, scale_eps = _normed_apart(x, norm_weight, eps)
-    tile = deterministic_tile(64) if deterministic else gate_up_tile(x.shape[0], inputs, outputs)
+    tile = deterministic_tile(64) if deterministic else gate_up_tile(x.shape[0], inputs, outputs, streams=streams)
     if tile is not None and _runs(tile, x, weight):
-        return launch_norm_gate_up(x, scale_eps, weight, bias, tile)
+        return launch_norm_linear(x, scale_eps, weight, bias, tile, is_gated=True)
     gate_up, behind = _linear(x, scale_eps, weight, bias, deterministic)
     return silu_mul(gate_up, **behind)
 
@@ -147,7 +150,9 @@ def _linear(
 
 
 def _runs(tile: Tile, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the tile's kernel takes these: 16-bit floats, as tensor cores would round float32, and 16-byte rows."""
+    """Whether the tile's kernel takes these: 16-bit floats, as tensor cores would round float32, and rows of 16 bytes
+    that begin at a multiple of these."""
     outputs, inputs = weight.shape
     is_half = x.dtype == weight.dtype and x.element_size() == 2
-    return x.shape[0] > 0 and is_half and weight.data_ptr() % 16 == 0 and tile.fits(inputs, outputs)
+    is_aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return x.shape[0] > 0 and is_half and is_aligned and tile.fits(inputs, outputs)

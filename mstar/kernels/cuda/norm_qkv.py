@@ -8,6 +8,7 @@ import triton.language as tl
 
 from mstar.kernels.cuda.pdl import wait_for_inputs
 from mstar.kernels.cuda.products import load_weights, product, release_at
+from mstar.kernels.cuda.streamed_norm_qkv import launch_streamed_norm_qkv
 from mstar.kernels.cuda.tiles import Tile
 
 
@@ -35,6 +36,11 @@ def launch_norm_qkv(
     assert cos.shape[-1] == head_dim == triton.next_power_of_2(head_dim)
     assert head_dim % tile.columns == 0
     assert qk_norm_weight is None or tile.columns == head_dim
+    if tile.way == "stream":
+        return launch_streamed_norm_qkv(
+            x, eps, weight, bias, qk_norm_weight, qk_eps, cos, sin, key_index, layer,
+            num_heads, num_kv_heads, head_dim, tile,
+        )  # fmt: skip
     n, hidden = x.shape
     queries = x.new_empty(n, num_heads, head_dim)
     _norm_qkv[(weight.shape[0] // tile.columns, triton.cdiv(n, tile.rows))](
@@ -81,13 +87,12 @@ def _norm_qkv(
     release_at("waited", RELEASE, USE_PDL)
     table = rows[:, None] * DIM + (HALF + pair)[None, :]
     if WAY != "loop":  # there they would take registers from the sums
-        cos, sin = _tables(cos_ptr, sin_ptr, table, inside, turns)
+        cos, sin = _tables(cos_ptr, sin_ptr, table, inside)
     key_row = tl.load(key_index_ptr + rows, mask=inside, other=0)
     both = product(x_ptr, weight_ptr, weights, columns, first_row, n, eps, IN, IN, HAS_NORM, WAY, M, SLICES, CHUNK,
                    REST)  # fmt: skip
-    release_at("product", RELEASE, USE_PDL)
     if WAY == "loop":
-        cos, sin = _tables(cos_ptr, sin_ptr, table, inside, turns)
+        cos, sin = _tables(cos_ptr, sin_ptr, table, inside)
     if HAS_BIAS:
         both += bias[None, :]
     first, second = tl.split(tl.reshape(both, (M, PAIRS, 2)))
@@ -110,8 +115,8 @@ def _norm_qkv(
 
 
 @triton.jit
-def _tables(cos_ptr, sin_ptr, at, inside, turns):
+def _tables(cos_ptr, sin_ptr, at, inside):
     """Of the rows' pairs.  The tables' halves are alike but for the sine's sign, which is positive in the second."""
-    cos = tl.load(cos_ptr + at, mask=inside[:, None] & turns, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + at, mask=inside[:, None] & turns, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + at, mask=inside[:, None], other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=inside[:, None], other=0.0).to(tl.float32)
     return cos, sin

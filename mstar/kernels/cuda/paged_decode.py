@@ -15,7 +15,8 @@ from mstar.kernels.cuda.paged_blocks import LOG2_E, LOWEST, attend_block, key_of
 from mstar.kernels.cuda.paged_prefill import paged_prefill
 from mstar.kernels.cuda.pdl import launch_options, release_dependents, wait_for_inputs
 
-MAX_PROGRAMS = 528  # that share rows out: four for each multiprocessor of an H200
+PROGRAMS = 528  # that shares make up to: four for each multiprocessor of an H200
+MANY_PAIRS = 640  # of rows and kv heads: so many programs that the last ones' long rows would run almost alone
 MAX_SHARES = 64
 MAX_HEAD_DIM = 128  # blocks of wider heads, or of float32, are the prefill kernel's
 MAX_MEMBERS = 16  # query heads of a program: the rows of a matrix instruction
@@ -32,7 +33,7 @@ class DecodeSplit:
         block_n: tokens of one step; a multiple of the page size or a divisor.
         num_stages: one more than the steps whose keys and values are on their way at once; from 2 on, since with 1
             values are fetched when keys have come.
-        num_programs: the most that a call may have for the sake of sharing rows out, up to ``MAX_PROGRAMS``.
+        shares: programs that a row and kv head may be shared by, a power of 2 up to ``MAX_SHARES``.
         whole_span: tokens up to which a row is one program's, since adding up shares costs as much as reading these.
         least_span: tokens of the smallest share of a longer row.
         releases_early: the next kernel may start beside this one, rather than once the keys are read.
@@ -42,7 +43,7 @@ class DecodeSplit:
     block_n: int
     num_warps: int
     num_stages: int
-    num_programs: int
+    shares: int
     whole_span: int
     least_span: int
     releases_early: bool = False
@@ -53,18 +54,27 @@ def choose_split(num_rows: int, kv_heads: int, head_dim: int) -> DecodeSplit:
 
     While every program has a multiprocessor of its own, what counts is the way from the length to the result.  When
     there are more, what counts is bytes on their way: small programs, of which a multiprocessor holds many in different
-    phases.  Measured on an H200 at 256 and 1,024 tokens a row.
+    phases; with many, rows of over 1,024 tokens are halved, so that these end together.  Measured on an H200 at 256 and
+    1,024 tokens a row, and at 100 to 2,048 mixed.
     """
     num_pairs = num_rows * kv_heads
     if num_pairs <= 132:
-        return DecodeSplit(64, 64, 4, 3, 264, 256, 128)
+        return DecodeSplit(64, 64, 4, 3, _shares(PROGRAMS // 2, num_pairs), 256, 128)
+    if num_pairs >= MANY_PAIRS:
+        return DecodeSplit(16, 32, 1, 3, 2, 1024, 512)
+    shares = _shares(PROGRAMS, num_pairs)
     if head_dim > 64:
-        return DecodeSplit(16, 32, 1, 3, 528, 512, 256)
+        return DecodeSplit(16, 32, 1, 3, shares, 512, 256)
     if num_pairs <= 256:
-        return DecodeSplit(16, 32, 1, 4, 528, 512, 256)
+        return DecodeSplit(16, 32, 1, 4, shares, 512, 256)
     if num_pairs <= 512:
-        return DecodeSplit(16, 64, 4, 3, 528, 512, 256)
-    return DecodeSplit(16, 32, 1, 3, 528, 512, 256)
+        return DecodeSplit(16, 64, 4, 3, shares, 512, 256)
+    return DecodeSplit(16, 32, 1, 3, shares, 512, 256)
+
+
+def _shares(num_programs: int, num_pairs: int) -> int:
+    """Programs for each of ``num_pairs``, of ``num_programs`` in all: a power of 2."""
+    return 1 << (min(max(num_programs // num_pairs, 1), MAX_SHARES).bit_length() - 1)
 
 
 class DecodeScratch:
@@ -77,8 +87,9 @@ class DecodeScratch:
     def __init__(self, max_rows: int, num_heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
         members, blocks = _members(num_heads // kv_heads)
         pairs = max_rows * kv_heads * blocks
-        self.sums = torch.empty(MAX_PROGRAMS, members, head_dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(MAX_PROGRAMS, 2, members, dtype=torch.float32, device=device)
+        num_programs = max(PROGRAMS, 2 * pairs)
+        self.sums = torch.empty(num_programs, members, head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(num_programs, 2, members, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(pairs, dtype=torch.int32, device=device)
         self.row_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
@@ -132,11 +143,10 @@ def paged_decode(
     group = num_heads // kv_heads
     members, blocks = _members(group)
     split = split or choose_split(num_rows, kv_heads * blocks, head_dim)
-    num_programs = min(split.num_programs, scratch.sums.shape[0])
-    share_bits = _share_bits(num_programs, num_rows * kv_heads * blocks)
+    shares = min(split.shares, _shares(scratch.sums.shape[0], num_rows * kv_heads * blocks))
     block_members, block_d = triton.next_power_of_2(members), max(16, triton.next_power_of_2(head_dim))
     # Shares beyond the first come last: where rows are short they find nothing to do, and should not be in the way.
-    _decode_kernel[(kv_heads * blocks, num_rows, 1 << share_bits)](
+    _decode_kernel[(kv_heads * blocks, num_rows, shares)](
         out,
         q,
         layer,
@@ -148,7 +158,7 @@ def paged_decode(
         scratch.stats,
         scratch.arrived,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-        share_bits,
+        shares.bit_length() - 1,
         split.whole_span,
         split.least_span,
         table.stride(0),
@@ -165,16 +175,11 @@ def paged_decode(
         BLOCK_M=split.block_m,
         BLOCK_N=split.block_n,
         MERGED=min(MAX_SHARES, MERGED_ELEMENTS // (block_members * block_d)) or 1,
-        IS_SHARED=share_bits > 0,
+        IS_SHARED=shares > 1,
         RELEASES_EARLY=split.releases_early,
         **launch_options(q, num_warps=split.num_warps, num_stages=split.num_stages),
     )
     return out
-
-
-def _share_bits(num_programs: int, num_pairs: int) -> int:
-    """log2 of the programs that may share one of ``num_pairs`` pairs of row and kv head."""
-    return min(max(num_programs // num_pairs, 1), MAX_SHARES).bit_length() - 1
 
 
 def _members(group: int) -> tuple[int, int]:
@@ -312,9 +317,9 @@ def _decode_kernel(
     at = heads + member[:, None] * HEAD_DIM + dim[None, :]
     result = (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out.dtype.element_ty)
     if IS_SHARED:
-        is_whole = num_tokens <= span
-        tl.store(at, result, mask=is_member & is_whole)
-        if not is_whole:
+        if num_tokens <= span:
+            tl.store(at, result, mask=is_member)
+        else:
             pair, shares = row * tl.num_programs(0) + tl.program_id(0), tl.cdiv(num_tokens, span)
             first = pair << share_bits
             stat = stats + (first + share) * (2 * MEMBERS) + member

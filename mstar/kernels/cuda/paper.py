@@ -26,6 +26,7 @@ def gpu_on_paper(capability: int) -> Iterator[None]:
         "stream": _Nothing,
         "current_stream": _Nothing,
         "set_device": _Nothing,
+        "is_current_stream_capturing": lambda: False,
         "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES),
         "get_device_capability": lambda device=None: divmod(capability, 10),
         "get_device_properties": lambda device=None: properties,

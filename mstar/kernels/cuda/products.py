@@ -1,5 +1,7 @@
 """Tiles of `x @ weight.T` with fp32 sums, three ways, and the RMS norm of `x` taken along.  Parts of kernels.
 
+A fourth way, for Hopper alone, is in `streams.py`; which serves where, in `linear_choice.py`.
+
 A decode step is a chain of kernels that each read a few hundred kB of weights: what they cost is latency.  So weights,
 which no kernel writes, are asked for before `wait_for_inputs` and travel while the kernel before still runs:
 
@@ -27,7 +29,7 @@ from mstar.kernels.cuda.pdl import release_dependents
 
 @triton.jit
 def release_at(PLACE: tl.constexpr, RELEASE: tl.constexpr, USE_PDL: tl.constexpr):
-    """`release_dependents` where the tile wants it: "start", "waited" for inputs, or behind the "product"."""
+    """`release_dependents` where the tile wants it: "start", or once it has "waited" for inputs."""
     if PLACE == RELEASE:
         release_dependents(USE_PDL)
 
@@ -163,6 +165,7 @@ def _loop(
     inside = (rows < n)[:, None]
     squares = tl.zeros((rows.shape[0], CHUNK), tl.float32)
     sums = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    one = 1.0 + 0.0 * eps
     for start in range(0, SPAN, CHUNK):
         at = start + tl.arange(0, CHUNK)
         if SPAN % CHUNK == 0:
@@ -172,7 +175,12 @@ def _loop(
             x = tl.load(x_rows + at[None, :], mask=inside & (at < SPAN)[None, :], other=0.0)
             weight = tl.load(weight_rows + at[:, None], mask=(at < SPAN)[:, None], other=0.0)
         if HAS_NORM:
-            squares += x.to(tl.float32) * x.to(tl.float32)
+            # What a warpgroup's product reads from where it was copied to, and others read too, Triton 3.6 gives one
+            # place too few: the next copy comes while the product still reads.  With a factor in between that is 1,
+            # which no compiler knows, it multiplies out of registers.
+            wide = x.to(tl.float32) * one
+            squares += wide * wide
+            x = wide.to(x.dtype)
         sums = tl.dot(x, weight, sums)
     if HAS_NORM:
         sums *= tl.rsqrt(tl.sum(squares, 1) / IN + eps)[:, None]

@@ -3,12 +3,13 @@
 Five kernels, all but the second over (rows, programs per row).  From the third on, a row that needs nothing of a kernel
 costs it next to nothing, and the last program of a row to arrive combines what all found:
 
-1. scan: the maximum of every chunk of tokens.
-2. shortlist: maximum and faults of rows.  Greedy rows are done, and so are those with a small top-k, from a list of
-   their best tokens.
-3. survey: the mass of the whole distribution.  A nucleus of few tokens is drawn from the list.
-4. bracket: the score at which a large nucleus or top-k ends.
-5. race: noise for every token that is left, in rows that are not done; all results.
+1. scan: the maximum of every chunk of tokens and, in rows without filters, a bound of what its noise may come to; in
+   those with top-p alone, its mass in float32.
+2. shortlist: maximum and faults of rows.  Greedy rows are done, rows without filters, from the few chunks that may have
+   the winner, and those with a small top-k or nucleus, from a list of their best tokens.
+3. survey: candidates of rows with a large nucleus; how many tokens lie where, in rows with a large top-k.
+4. bracket: which candidate is the nucleus'; the score at which a large top-k ends.
+5. race: noise for every token that the filters left, in rows that are not done; all results.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton
 from mstar.kernels.cuda.pdl import launch_options
 from mstar.kernels.cuda.sampling_bracket import bracket_kernel
 from mstar.kernels.cuda.sampling_near import MOST_CLOSE, MOST_NEAR
+from mstar.kernels.cuda.sampling_nucleus import CANDIDATES
 from mstar.kernels.cuda.sampling_race import race_kernel
 from mstar.kernels.cuda.sampling_rules import STATE, SURVEY_BINS
 from mstar.kernels.cuda.sampling_scan import scan_kernel
@@ -27,9 +29,12 @@ from mstar.kernels.cuda.sampling_survey import survey_kernel
 from mstar.kernels.sampling import RowSettings
 
 # Tokens that a program looks at together: as many as its registers hold.
-SCAN_TILE, SHORTLIST_TILE, SURVEY_TILE, BRACKET_TILE, RACE_TILE = 4096, 2048, 2048, 1024, 2048
-SHORTLIST_WARPS = 16  # one program per row, whose latency counts
+SCAN_TILE, SHORTLIST_TILE, SURVEY_TILE, BRACKET_TILE, RACE_TILE = 1024, 2048, 2048, 1024, 2048
+SCAN_OPTIONS = {"num_warps": 4}
+SHORTLIST_OPTIONS = {"num_warps": 8, "maxnreg": 128}  # one program per row, whose latency counts; two side by side
+WIDE_OPTIONS = {"maxnreg": 128}  # most rows need nothing of these: many programs at once, to be gone
 MOST_CHUNKS, LEAST_CHUNK = 4096, 32
+SCAN_STAGES, SCAN_PROGRAMS = 3, 2640  # twice as many as run at once, each with two tiles on their way
 PROGRAMS = 1024  # of a kernel, about: eight of 8 warps for each multiprocessor
 
 
@@ -79,37 +84,43 @@ class DeviceSampler:
         def scratch(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        states, maxima = scratch(torch.int64, rows, STATE), scratch(torch.float32, rows, chunks)
+        states = scratch(torch.int64, rows, STATE)
+        maxima, times, sums = (scratch(torch.float32, rows, chunks) for _ in range(3))
         close, near_tokens = scratch(torch.int32, rows, MOST_CLOSE), scratch(torch.int32, rows, MOST_NEAR)
         near_scores, near_masses = scratch(torch.float32, rows, MOST_NEAR), scratch(torch.int64, rows, MOST_NEAR)
         masses, counts = scratch(torch.int64, rows, width), scratch(torch.int32, rows, width, SURVEY_BINS)
         ranges, depths = scratch(torch.int32, rows, width, 3), scratch(torch.int32, rows, most_listed)
+        above = scratch(torch.float32, rows, width, CANDIDATES)
         results, winners = scratch(torch.float32, rows, width), scratch(torch.int32, rows, width)
         tokens, faults = scratch(torch.int64, rows), scratch(torch.int8, rows)
 
         of, arrivals, stride, grid = settings, self._arrivals, logits.stride(0), (rows, width)
         options = launch_options(logits, num_warps=8, enable_fp_fusion=False)
-        scan_kernel[rows, triton.cdiv(vocab, SCAN_TILE)](
-            logits, stride, vocab, num_chunks, maxima, CHUNK=chunk, CHUNKS=chunks, TILE=SCAN_TILE, **options
+        scan_kernel[rows, min(triton.cdiv(vocab, SCAN_TILE), triton.cdiv(SCAN_PROGRAMS, rows))](
+            logits, stride, vocab, num_chunks, maxima, times, sums,
+            of.temperature, of.top_k, of.top_p, of.min_p, of.top_p_first, of.seed, of.offset, index,
+            APPLY_FILTERS=apply_filters, HAS_INDEX=index is not None, CHUNK=chunk, CHUNKS=chunks,
+            TILE=SCAN_TILE, STAGES=SCAN_STAGES, **options | SCAN_OPTIONS,
         )  # fmt: skip
         shortlist_kernel[rows,](
-            logits, stride, vocab, num_chunks, maxima, states,
+            logits, stride, vocab, num_chunks, maxima, times, sums, states,
             of.temperature, of.top_k, of.top_p, of.min_p, of.top_p_first, of.top_p_min_keep, of.seed, of.offset, index,
             close, near_scores, near_masses, near_tokens, APPLY_FILTERS=apply_filters, IS_CONSTRAINED=is_constrained,
             HAS_INDEX=index is not None, CHUNK=chunk, CHUNKS=chunks, TILE=SHORTLIST_TILE,
-            **options | {"num_warps": SHORTLIST_WARPS},
+            **options | SHORTLIST_OPTIONS,
         )  # fmt: skip
         if apply_filters:
             survey_kernel[grid](
-                logits, stride, vocab, arrivals, states,
+                logits, stride, vocab, num_chunks, maxima, times, arrivals, states,
                 of.temperature, of.top_k, of.top_p, of.top_p_first, of.top_p_min_keep, of.seed,
-                near_scores, near_masses, near_tokens, masses, counts, TILE=SURVEY_TILE, PROGRAMS=padded, **options,
+                near_scores, near_masses, near_tokens, masses, counts,
+                CHUNK=chunk, CHUNKS=chunks, TILE=SURVEY_TILE, PROGRAMS=padded, **options | WIDE_OPTIONS,
             )  # fmt: skip
             bracket_kernel[grid](
                 logits, stride, vocab, arrivals, self._listed, states,
                 of.temperature, of.top_k, of.top_p, of.top_p_first, of.top_p_min_keep,
-                masses, ranges, depths, most_listed,
-                TILE=BRACKET_TILE, PROGRAMS=padded, **options,
+                near_scores, near_tokens, masses, ranges, depths, most_listed, above,
+                TILE=BRACKET_TILE, PROGRAMS=padded, **options | WIDE_OPTIONS,
             )  # fmt: skip
         race_kernel[grid](
             logits, stride, vocab, maxima, arrivals, states, of.temperature, of.seed,

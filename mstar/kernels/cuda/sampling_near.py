@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mstar.kernels.cuda.sampling_rules import NO_TOKEN, fixed_mass, neg_log_noise, scaled_scores
+from mstar.kernels.cuda.sampling_rules import NO_TOKEN, depth_of, fixed_mass, neg_log_noise, scaled_scores
 
 MOST_NEAR = tl.constexpr(4096)  # tokens of a row's list
 MOST_CLOSE = tl.constexpr(4096)  # chunks that they may come from
-_FEW, _MANY, _MOST = (tl.constexpr(n) for n in (256, 1024, 2048))
+FEW = tl.constexpr(256)
+_MANY, _MOST = tl.constexpr(1024), tl.constexpr(2048)
+_PAIRS = tl.constexpr(4096)  # of tokens, compared at once
 
 # Distances from the peak by octave, 16 bins each, from 2**-16 to 2**16.
 _BINS = tl.constexpr(512)
@@ -87,10 +89,16 @@ def _shorten(scores, tokens, found, wanted):
 
 
 @triton.jit
-def _draw_among(
-    scores, masses, tokens, count, vocab, k, has_k, top_p, min_keep, floor, total, has_total, seed, offset,
-    WIDTH: tl.constexpr,
+def draw_among(
+    scores, masses, tokens, count, vocab, k, has_k, top_p, min_keep, floor, low_total, high_total, has_total,
+    seed, offset, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """:func:`draw_near` from a list of at most ``WIDTH``, few enough to find each token's rank and the mass above it
+    from all pairs.
+
+    ``low_total`` and ``high_total``, float64: between which the total mass lies.  Where they differ, what is drawn is
+    the row's only if it would be by either.
+    """
     lane = tl.arange(0, WIDTH)
     is_real = lane < count
     score = tl.load(scores + lane, mask=is_real, other=float("-inf"))
@@ -98,35 +106,42 @@ def _draw_among(
     mass = fixed_mass(score)
     tl.store(masses + lane, mass, mask=is_real)
     tl.debug_barrier()
+    share = top_p.to(tl.float64)
     # Where all of the list has less than the nucleus and nothing lies under the floor, no token of it is cut away.
-    could_cut = tl.sum(mass).to(tl.float64) >= tl.where(top_p < 1, total.to(tl.float64) * top_p.to(tl.float64), 0.0)
+    could_cut = tl.sum(mass).to(tl.float64) >= tl.where(top_p < 1, low_total * share, 0.0)
     could_cut |= tl.min(tl.where(is_real, score, 0.0)) < floor
-    pairs = tl.where(has_k | (count == vocab) | could_cut, count, 0)
-    rank = tl.zeros((WIDTH,), tl.int32)  # tokens above each one
-    above = tl.zeros((WIDTH,), tl.int64)  # and their mass
-    for other in range(pairs):
-        is_above = tl.load(scores + other) > score
+    others = tl.where(has_k | (count == vocab) | could_cut, count, 0)
+    rank = tl.zeros((WIDTH, _PAIRS // WIDTH), tl.int32)  # tokens above each one
+    above = tl.zeros((WIDTH, _PAIRS // WIDTH), tl.int64)  # and their mass
+    for start in range(0, others, _PAIRS // WIDTH):
+        other = start + tl.arange(0, _PAIRS // WIDTH)
+        other_score = tl.load(scores + other, mask=other < others, other=float("-inf"))
+        other_mass = tl.load(masses + other, mask=other < others, other=0)
+        is_above = other_score[None, :] > score[:, None]
         rank += is_above.to(tl.int32)
-        above += tl.where(is_above, tl.load(masses + other), 0)
+        above += tl.where(is_above, other_mass[None, :], 0)
+    rank, above = tl.sum(rank, 1), tl.sum(above, 1).to(tl.float64)
     is_kept = is_real & (score >= floor) & (rank < k)
-    total = tl.where(has_total, total, tl.sum(tl.where(is_kept, mass, 0)))
-    target = tl.where(top_p < 1, total.to(tl.float64) * top_p.to(tl.float64), float("inf"))
-    in_nucleus = (above.to(tl.float64) < target) | (rank < min_keep)
+    own_total = tl.sum(tl.where(is_kept, mass, 0)).to(tl.float64)
+    low = tl.where(top_p < 1, tl.where(has_total, low_total, own_total) * share, float("inf"))
+    high = tl.where(top_p < 1, tl.where(has_total, high_total, own_total) * share, float("inf"))
+    in_nucleus = (above < high) | (rank < min_keep)
+    is_unsure = (above >= low) & (rank >= min_keep)
     # Something of the list is cut away: then nothing that is not listed can be kept.
     is_cut = is_real & ~(in_nucleus & (score >= floor))
     is_settled = has_k | (count == vocab) | (could_cut & (tl.sum(is_cut.to(tl.int32)) > 0))
     is_kept = is_kept & in_nucleus
     result = tl.where(is_kept, score + neg_log_noise(seed, offset, token), float("-inf"))
-    winner = tl.min(tl.where(is_kept & (result == tl.max(result)), token, NO_TOKEN))
-    return winner, is_settled
+    winner = tl.where(is_kept & (result == tl.max(result)), token * 2 + is_unsure.to(tl.int32), NO_TOKEN)
+    winner = tl.min(winner)
+    return winner >> 1, is_settled & (winner % 2 == 0)
 
 
 @triton.jit
 def draw_near(
     scores, masses, tokens, count, vocab, k, has_k, top_p, min_keep, floor, total, has_total, seed, offset,
 ):  # fmt: skip
-    """Filters and draws from the list of :func:`collect_near`, by the definition: each token's rank and the mass
-    above it from all pairs.
+    """Filters and draws from the list of :func:`collect_near`.
 
     Args:
         masses: room for int64 [MOST_NEAR].
@@ -136,18 +151,50 @@ def draw_near(
     Returns:
         The token, and whether it is the row's: False where tokens off the list may be kept too.
     """
-    if count <= _FEW:
-        winner, is_settled = _draw_among(
-            scores, masses, tokens, count, vocab, k, has_k, top_p, min_keep, floor, total, has_total, seed, offset, _FEW
-        )
-    elif count <= _MANY:
-        winner, is_settled = _draw_among(
-            scores, masses, tokens, count, vocab, k, has_k, top_p, min_keep, floor, total, has_total, seed, offset,
-            _MANY,
+    if count <= FEW:
+        of_all = total.to(tl.float64)
+        winner, is_settled = draw_among(
+            scores, masses, tokens, count, vocab, k, has_k, top_p, min_keep, floor, of_all, of_all, has_total, seed,
+            offset, FEW,
         )  # fmt: skip
     else:
-        winner, is_settled = _draw_among(
-            scores, masses, tokens, count, vocab, k, has_k, top_p, min_keep, floor, total, has_total, seed, offset,
-            _MOST,
-        )  # fmt: skip
+        winner, is_settled = _draw_among_many(
+            scores, tokens, count, vocab, k, has_k, top_p, min_keep, floor, total, has_total, seed, offset
+        )
+    return winner, is_settled
+
+
+@triton.jit
+def _draw_among_many(
+    scores, tokens, count, vocab, k, has_k, top_p, min_keep, floor, total, has_total, seed, offset,
+):  # fmt: skip
+    """:func:`draw_near` from a list of at most ``_MOST``, by search for the score at which the filters cut."""
+    lane = tl.arange(0, _MOST)
+    is_real = lane < count
+    score = tl.load(scores + lane, mask=is_real, other=float("-inf"))
+    token = tl.load(tokens + lane, mask=is_real, other=0)
+    mass, depth = fixed_mass(score), depth_of(score)
+    target = tl.where(top_p < 1, total.to(tl.float64) * top_p.to(tl.float64), float("inf"))
+    cuts_twice = has_k & (top_p < 1) & (has_total == 0)
+    high = tl.max(tl.where(is_real, depth, 0))
+    for cut in range(1 + cuts_twice.to(tl.int32)):
+        if cut == 1:
+            is_kept = is_real & (depth <= high) & (score >= floor)
+            target = tl.sum(tl.where(is_kept, mass, 0)).to(tl.float64) * top_p.to(tl.float64)
+        by_mass = (top_p < 1) & (cut == cuts_twice.to(tl.int32))
+        low = high * 0
+        while low < high:
+            middle = low + (high - low) // 2
+            is_upto = is_real & (depth <= middle)
+            num_upto = tl.sum(is_upto.to(tl.int32))
+            is_enough = has_k & (num_upto >= k)
+            if by_mass:
+                upto = tl.sum(tl.where(is_upto, mass, 0)).to(tl.float64)
+                is_enough |= (upto >= target) & (num_upto >= min_keep)
+            high = tl.where(is_enough, middle, high)
+            low = tl.where(is_enough, low, middle + 1)
+    is_kept = is_real & (depth <= high) & (score >= floor)
+    is_settled = has_k | (count == vocab) | (tl.sum(is_kept.to(tl.int32)) < count)
+    result = tl.where(is_kept, score + neg_log_noise(seed, offset, token), float("-inf"))
+    winner = tl.min(tl.where(is_kept & (result == tl.max(result)), token, NO_TOKEN))
     return winner, is_settled

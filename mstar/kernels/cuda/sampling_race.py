@@ -96,5 +96,6 @@ def race_kernel(
             tl.store(offsets + place, tl.load(state + OFFSET) + 1)
         if KEEPS:
             tl.store(overwritten + row, tl.load(last_tokens + place))
+            tl.debug_barrier()  # every thread has loaded it before one stores the next
         if HAS_LAST:
             tl.store(last_tokens + place, token)

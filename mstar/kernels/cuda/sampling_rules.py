@@ -12,10 +12,10 @@ from mstar.kernels import sampling
 
 # Columns of a row's state, int64 [B, STATE]; floats are kept as their bits.
 STATE = tl.constexpr(16)
-PHASE, TOKEN, FAULT, BEST, OFFSET, PEAK, FLOOR, NEAR, TOTAL, LOW, HIGH = (tl.constexpr(i) for i in range(11))
+PHASE, TOKEN, FAULT, BEST, OFFSET, PEAK, FLOOR, NEAR, TOTAL, LOW, HIGH, ESTIMATE = (tl.constexpr(i) for i in range(12))
 
-# What a row still needs.  A row only ever moves on to a later phase, and every kernel serves one of them.
-DONE, SURVEY, BRACKET, RACE = (tl.constexpr(i) for i in range(4))
+# What a row still needs.  Nothing; or to be surveyed, bracketed and raced; or its noise, and a check of who won.
+DONE, SURVEY, BRACKET, RACE, NOISE, CHECK = (tl.constexpr(i) for i in range(6))
 
 NO_FAULT, NOT_FINITE, NOTHING_LEFT = (
     tl.constexpr(i) for i in (0, int(sampling.NOT_FINITE), int(sampling.NOTHING_LEFT))
@@ -38,6 +38,12 @@ SETTINGS = [
 
 SURVEY_BINS = tl.constexpr(256)  # what counting takes grows with their number
 BIN_WIDTH = tl.constexpr(1 / 16)  # of a score
+
+
+@triton.jit
+def needs_total(top_k, top_p, top_p_first, vocab):
+    """Whether a nucleus is of the whole distribution, rather than of what top-k leaves."""
+    return (top_p < 1) & ((top_p_first != 0) | (top_k <= 0) | (top_k >= vocab))
 
 
 @triton.jit

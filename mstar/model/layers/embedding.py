@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mstar.kernels import embedding
 from mstar.kernels.linear import PackedLinear
 
 
@@ -48,4 +49,4 @@ def _rows_at(weight: torch.Tensor, last_token: torch.Tensor, index: torch.Tensor
         from mstar.kernels.cuda.embedding import embed_rows  # needs Triton
 
         return embed_rows(weight, last_token, index)[1]
-    return weight.index_select(0, last_token.index_select(0, index))
+    return embedding.embed_rows(weight, last_token, index)[1]

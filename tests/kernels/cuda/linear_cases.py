@@ -35,7 +35,10 @@ class Heads:
 
 
 def random(*shape: int, device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape) * scale).to(device, dtype)
+    made = (torch.randn(*shape) * scale).to(device, dtype)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # kernels read weights before the kernels in front of them have ended
+    return made
 
 
 def assert_near(got: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from linear_cases import assert_near, random
 
+from mstar.kernels import row_ops
 from mstar.kernels.cuda.row_ops import add_rms_norm, rms_norm, silu_mul
 from mstar.kernels.row_ops import add_rms_norm_reference, silu_mul_reference
 
@@ -27,6 +28,16 @@ def test_norm_adds_in_place(rows, dim, dtype, device):
     assert_near(rms_norm(total, None, 1e-5), unweighted)
     assert_near(add_rms_norm(x, delta, weight, 1e-5), wanted)
     assert_near(x, total)  # the interpreter rounds bfloat16 towards zero
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_models_norm_on_a_gpu_is_this_one():
+    x, delta = (random(3, 576, device="cuda", dtype=torch.bfloat16, scale=3.0) for _ in range(2))
+    weight, total = random(576, device="cuda", dtype=torch.bfloat16), x.clone()
+    wanted = add_rms_norm(total, delta, weight, 1e-5)
+    assert torch.equal(row_ops.add_rms_norm(x, delta, weight, 1e-5), wanted)
+    assert torch.equal(x, total)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])

@@ -88,6 +88,34 @@ def test_large_cuts_of_flat_rows_equal_the_reference(device, dtype):
     assert_equals_the_reference(device, logits, rows_of(*(kind | {"offset": i} for i, kind in enumerate(kinds))))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_nuclei_of_flat_rows_equal_the_reference(device, dtype):
+    """Some winners of the whole row lie outside."""
+    kinds = [{"top_p": p, "temperature": t} for p in (0.77, 0.8, 0.9, 0.95, 0.9999999) for t in (0.7, 1.0, 40.0)]
+    logits = torch.randn(len(kinds) * 2, 2500, generator=torch.Generator().manual_seed(9)).to(dtype)
+    rows = [kinds[i % len(kinds)] | {"seed": i, "offset": i * 5} for i in range(logits.shape[0])]
+    assert_equals_the_reference(device, logits, rows_of(*rows))
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0])
+def test_a_nucleus_is_of_what_min_p_leaves(device, temperature):
+    kinds = [{"top_p": 0.8, "min_p": 0.3}, {"top_p": 0.8, "min_p": 0.1, "top_k": 90, "top_p_first": True}]
+    logits = torch.randn(40, 1500, generator=torch.Generator().manual_seed(10))
+    rows = [kinds[i % 2] | {"temperature": temperature, "seed": i, "offset": i} for i in range(40)]
+    assert_equals_the_reference(device, logits, rows_of(*rows))
+
+
+def test_a_nucleus_that_ends_between_equal_tokens_equals_the_reference(device):
+    """The mass above the winner is that of the nucleus but for rounding: sums in float32 do not tell."""
+    logits = torch.full((40, 1500), -1.5)
+    logits[:, ::2] = 0.0
+    edge = np.float32(1 / (1 + np.exp(-1.5)))  # of the mass lies above the tokens of -1.5
+    shares = [np.nextafter(edge, np.float32(i % 2)) for i in range(40)]
+    rows = [{"top_p": float(share), "seed": i, "offset": i} for i, share in enumerate(shares)]
+    expected, _ = assert_equals_the_reference(device, logits, rows_of(*rows))
+    assert (expected % 2 == 1).any()
+
+
 def test_a_top_k_past_the_vocabulary_leaves_the_nucleus_to_decide(device):
     logits = torch.randn(8, 600, generator=torch.Generator().manual_seed(8))
     rows = rows_of(*({"top_k": 700, "top_p": 0.9, "offset": i} for i in range(8)))

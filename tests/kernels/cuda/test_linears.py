@@ -10,7 +10,6 @@ from linear_cases import Heads, assert_near, random, teach_interpreter_bfloat16_
 from mstar.kernels.cuda import linear_choice
 from mstar.kernels.cuda.linear_add import launch_linear_add_
 from mstar.kernels.cuda.linears import linear_add_, norm_gate_up, norm_qkv_rope_store
-from mstar.kernels.cuda.norm_gate_up import launch_norm_gate_up
 from mstar.kernels.cuda.norm_linear import launch_norm_linear
 from mstar.kernels.cuda.norm_qkv import launch_norm_qkv
 from mstar.kernels.cuda.tiles import Tile
@@ -31,7 +30,7 @@ CUTS = [
     (5, Tile("whole", 16, 16, 16, 4, slices=4)),
     (20, Tile("whole", 16, 32, 32, 4, slices=4)),
     (9, Tile("whole", 16, 16, 32, 8, slices=8)),
-    (33, Tile("loop", 16, 32, 32, 4, stages=7, release="product")),
+    (33, Tile("loop", 16, 32, 32, 4, stages=7, release="start")),
     (70, Tile("loop", 64, 32, 128, 4, stages=2, release="waited")),
 ]
 SHAPES = {"135M": (576, 9, 3, 64, 1536, False), "0.6B": (1024, 16, 8, 128, 3072, True)}
@@ -67,7 +66,7 @@ def test_programs_share_inputs(has_bias, device):
     bias = random(64, device=device, dtype=torch.bfloat16) if has_bias else None
     wanted = x.float()
     linear_add_reference_(wanted, *floats(y, weight, bias))
-    launch_linear_add_(x, y, weight, bias, Tile("loop", 16, 32, 32, 4, stages=2, splits=3, release="end"))
+    launch_linear_add_(x, y, weight, bias, Tile("loop", 16, 32, 32, 4, stages=2, splits=3, release="waited"))
     assert_near(x, wanted)
 
 
@@ -77,7 +76,7 @@ def test_norm_and_gate_go_into_the_projection(rows, tile, dtype, has_bias, devic
     x = random(rows, 192, device=device, dtype=dtype, scale=3.0)
     weight = random(64, 192, device=device, dtype=dtype, scale=192**-0.5)
     bias = random(64, device=device, dtype=dtype) if has_bias else None
-    got = launch_norm_gate_up(x, EPS, weight, bias, tile)
+    got = launch_norm_linear(x, EPS, weight, bias, tile, is_gated=True)
     assert_near(got, norm_gate_up_reference(x.float(), None, EPS, *floats(weight, bias)))
     normed = torch.nn.functional.rms_norm(x.float(), (192,), None, EPS)
     wanted = torch.nn.functional.linear(normed, *floats(weight, bias))
@@ -186,14 +185,15 @@ def test_deterministic_rows_keep_their_bits(rows, device):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 64, 65, 128, 256, 257])
 def test_chosen_cuts_cover_the_models(shape, rows):
-    hidden, heads, kv_heads, head_dim, inner, _ = SHAPES[shape]
+    hidden, heads, kv_heads, head_dim, inner, has_qk_norm = SHAPES[shape]
     outputs = (heads + 2 * kv_heads) * head_dim
+    qkv = linear_choice.qkv_tile(rows, hidden, outputs, head_dim, has_qk_norm=has_qk_norm)
     tiles = [
         (linear_choice.add_tile(rows, heads * head_dim, hidden), heads * head_dim, hidden),
         (linear_choice.add_tile(rows, inner, hidden), inner, hidden),
         (linear_choice.gate_up_tile(rows, hidden, 2 * inner), hidden, 2 * inner),
         (linear_choice.norm_linear_tile(rows, hidden, outputs), hidden, outputs),
-        (linear_choice.qkv_tile(rows, hidden, outputs), hidden, outputs),
+        (qkv, hidden, outputs),
         (linear_choice.deterministic_tile(head_dim), hidden, outputs),
     ]
     assert all(tile is None or tile.fits(inputs, outputs) for tile, inputs, outputs in tiles)

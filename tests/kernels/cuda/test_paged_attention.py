@@ -68,9 +68,9 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 # Steps and shares of few tokens, so that short rows have several.
-SHORT = DecodeSplit(16, 16, 1, 2, num_programs=528, whole_span=16, least_span=16)
+SHORT = DecodeSplit(16, 16, 1, 2, shares=64, whole_span=16, least_span=16)
 # Programs that take rows of any length alone.
-ALONE = DecodeSplit(64, 32, 4, 3, num_programs=1, whole_span=16, least_span=16, releases_early=True)
+ALONE = DecodeSplit(64, 32, 4, 3, shares=1, whole_span=16, least_span=16, releases_early=True)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -46,7 +46,9 @@ class LabelAttention(Protocol):
 
 
 class AttentionPlanner(Protocol):
-    """Plans on the host, in the step's stream order."""
+    """Plans on the host, in the step's stream order.  ``not_captured_because`` is the manager's."""
+
+    not_captured_because: str
 
     def plan(self, label: str, kv_plan: KVPlan, spans: np.ndarray, causal: bool, ctx: StepContext) -> LabelAttention:
         """Plans ``label``'s queries, ``spans`` int64 [B] of each row of ``kv_plan``; ``spans is kv_plan.spans`` where

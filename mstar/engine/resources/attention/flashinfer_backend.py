@@ -46,6 +46,8 @@ class FlashInferPlanner:
     on a stream of its own, which a later plan of the slot has to wait for when nobody else did.
     """
 
+    not_captured_because = ""
+
     def __init__(self, config: AttentionConfig, kv: PagedKVManager, info: EngineResourceInfo) -> None:
         if config.deterministic:
             raise ValueError("attention backend FLASHINFER has no deterministic mode; SDPA and TRITON have")

@@ -34,6 +34,7 @@ class AttentionManager(Resource):
         self._info = info
         self._layers = kv.cache.unbind(0)
         self._planner = make_planner(config, kv, info)
+        self.not_captured_because = self._planner.not_captured_because
         self._plans: dict[str, LabelAttention] = {}
         self._last_rows: dict[str, torch.Tensor] = {}
         self._staged: tuple[dict[str, LabelAttention], dict[str, torch.Tensor]] | None = None

@@ -26,8 +26,10 @@ class SdpaPlanner:
 
     def __init__(self, config: AttentionConfig, kv: PagedKVManager, info: EngineResourceInfo) -> None:
         self._config = config
+        on_cpu = info.device.type == "cpu"  # its graphs run the planned code itself
+        self.not_captured_because = "" if on_cpu else "attention backend SDPA makes each plan's page lists anew"
         self._kernel: PagedDecodeKernel | None = None
-        if info.device.type == "cpu" and info.dtype == kv.cache.dtype == torch.float32:
+        if on_cpu and info.dtype == kv.cache.dtype == torch.float32:
             heads = (kv.config.num_qo_heads, kv.config.num_kv_heads, kv.config.head_dim)
             self._kernel = paged_decode_kernel(*heads, kv.config.page_size)
         token_bytes = 2 * kv.config.num_kv_heads * kv.config.head_dim * kv.cache.element_size()

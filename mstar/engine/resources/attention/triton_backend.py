@@ -114,6 +114,8 @@ class TritonLabelPlan:
 class TritonPlanner:
     """Plans are views: what the cache's plan has on the device already, and at most the queries' own indptr."""
 
+    not_captured_because = ""
+
     def __init__(self, config: AttentionConfig, kv: PagedKVManager, info: EngineResourceInfo) -> None:
         """Raises ValueError where the cache is not of the forward's dtype."""
         if info.kv_dtype != info.dtype:

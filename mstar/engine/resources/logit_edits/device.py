@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
 from mstar.engine.resources.base import EngineResourceInfo
 from mstar.engine.resources.columns import Columns, StepColumns
+from mstar.engine.resources.compositions import Compositions
 from mstar.engine.resources.logit_edits.config import LogitEditsSpec, LogitEditsStep
 from mstar.engine.resources.logit_edits.requests import EditsOfRequests
 from mstar.engine.resources.logit_edits.row_edits import RowEdits
@@ -34,19 +36,13 @@ _COLUMNS = {
 }
 
 
-class _Batch:
-    """The columns of a step, as long as it is about these rows and the tokens kept so far bar the same stop ids."""
+class _Batch(NamedTuple):
+    """The columns of a step, as long as the tokens kept so far bar the stop ids of the rows ``is_low`` bool [bs]."""
 
-    def __init__(self, version: int, ctx: StepContext, kept: Collection[int] | None, is_low: np.ndarray) -> None:
-        self._version, self._rows, self._request_ids, self._kept = version, ctx.rows, ctx.request_ids, kept
-        self.is_low = is_low
-        self.is_empty = True
-        self.kept_rows = np.empty(0, np.int64)
-        self.columns: Columns = {}
-
-    def holds(self, version: int, ctx: StepContext, kept: Collection[int] | None) -> bool:
-        is_named = self._version == version and self._kept == kept and self._request_ids == ctx.request_ids
-        return is_named and (self._rows is ctx.rows or np.array_equal(self._rows, ctx.rows))
+    is_low: np.ndarray
+    is_empty: bool
+    kept_rows: np.ndarray
+    columns: Columns
 
 
 class DeviceLogitEdits(EditsOfRequests):
@@ -72,7 +68,8 @@ class DeviceLogitEdits(EditsOfRequests):
         self._num_stops = np.zeros(rows, np.int32)
         self._least = np.zeros(rows, np.int64)  # kept tokens from which stop ids may come
         self._columns = StepColumns(_COLUMNS, device, info.num_slots)
-        self._batches: dict[int, _Batch] = {}  # by slot, -1 for eager steps
+        # By slot, -1 for eager steps: what its columns hold.
+        self._batches: defaultdict[int, Compositions[_Batch]] = defaultdict(lambda: Compositions(1))
         self._recorded: set[BucketKey] = set()  # whose forward counts its tokens
         self._batch: _Batch | None = None  # of the planned step
         self._lease: SlotLease | None = None
@@ -87,11 +84,12 @@ class DeviceLogitEdits(EditsOfRequests):
         assert isinstance(step, LogitEditsStep)
         lease = self._lease = ctx.slot_lease
         slot = -1 if lease is None else lease.slot
-        batch = self._batches.get(slot)
+        composition = self._version, ctx.rows, ctx.request_ids, step.kept_rids
         is_low = self._kept[ctx.rows] < self._least[ctx.rows]
-        is_known = batch is not None and batch.holds(self._version, ctx, step.kept_rids)
-        if batch is None or not is_known or not np.array_equal(batch.is_low, is_low):
-            batch = self._batches[slot] = self._laid_out_on_device(ctx, step.kept_rids, is_low)
+        batch = self._batches[slot].find(*composition)
+        if batch is None or not np.array_equal(batch.is_low, is_low):
+            laid_out = self._laid_out_on_device(ctx, step.kept_rids, is_low)
+            batch = self._batches[slot].keep(laid_out, *composition)
         self._batch, self._tokens = batch, None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -143,15 +141,14 @@ class DeviceLogitEdits(EditsOfRequests):
         self._batches.clear()
 
     def _laid_out_on_device(self, ctx: StepContext, kept: Collection[int] | None, is_low: np.ndarray) -> _Batch:
-        batch, rows, real = _Batch(self._version, ctx, kept, is_low), ctx.rows, ctx.num_real
+        rows, real = ctx.rows, ctx.num_real
         is_kept = self._is_live[rows]
-        batch.is_empty = not is_kept.any()
-        if batch.is_empty and ctx.slot_lease is None:
-            return batch
+        is_empty = not is_kept.any()
+        if is_empty and ctx.slot_lease is None:
+            return _Batch(is_low, is_empty, rows[:0], {})
         if kept is not None:
             is_kept[:real] &= [request_id in kept for request_id in ctx.request_ids]
-        batch.kept_rows = rows[is_kept]
-        batch.columns = self._columns.put(
+        columns = self._columns.put(
             {
                 "bias_at": self._bias.address[rows],
                 "counts_at": self._counts.address[rows],
@@ -167,7 +164,7 @@ class DeviceLogitEdits(EditsOfRequests):
             },
             ctx.slot_lease,
         )
-        return batch
+        return _Batch(is_low, is_empty, rows[is_kept], columns)
 
     def _move(self, batch: _Batch, tokens: torch.Tensor) -> None:
         of = batch.columns

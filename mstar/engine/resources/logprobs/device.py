@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
-import numpy as np
 import torch
 
 from mstar.engine.resources.base import EngineResourceInfo
+from mstar.engine.resources.compositions import Compositions
 from mstar.engine.resources.logprobs.config import LogprobsSpec, LogprobsStep
 from mstar.engine.resources.logprobs.requests import LogprobsOfRequests, named
 from mstar.engine.resources.spec import NodeResourceSpec
@@ -18,16 +19,11 @@ from mstar.kernels.cuda.logprobs import tell
 from mstar.kernels.logprobs import Told
 
 
-class _Asked:
-    """How many tokens each row wants, ``num_top`` int64 [bs], as long as rows and version are these."""
+class _Asked(NamedTuple):
+    """How many tokens each row wants, ``num_top`` int64 [bs] on the device."""
 
-    def __init__(self, version: int, rows: np.ndarray, num_top: np.ndarray, sent: torch.Tensor) -> None:
-        self._version, self._rows = version, rows
-        self.is_nobody = bool((num_top < 0).all())
-        self.num_top = sent
-
-    def holds(self, version: int, rows: np.ndarray) -> bool:
-        return self._version == version and (self._rows is rows or np.array_equal(self._rows, rows))
+    is_nobody: bool
+    num_top: torch.Tensor
 
 
 class DeviceLogprobs(LogprobsOfRequests):
@@ -38,7 +34,8 @@ class DeviceLogprobs(LogprobsOfRequests):
     def __init__(self, spec: LogprobsSpec, info: EngineResourceInfo) -> None:
         super().__init__(spec, info)
         self._num_top_of_step = StepBuffer(torch.int64, info.device, info.num_slots)
-        self._asked: dict[int, _Asked] = {}  # by slot, -1 for eager steps
+        # By slot, -1 for eager steps: what its buffer holds.
+        self._asked: defaultdict[int, Compositions[_Asked]] = defaultdict(lambda: Compositions(1))
         self._current: _Asked | None = None  # of the planned step
         self._is_captured = False
         self._raw: torch.Tensor | None = None
@@ -53,11 +50,11 @@ class DeviceLogprobs(LogprobsOfRequests):
         super().plan(step, ctx)
         lease = ctx.slot_lease
         slot = -1 if lease is None else lease.slot
-        asked = self._asked.get(slot)
-        if asked is None or not asked.holds(self._version, ctx.rows):
+        asked = self._asked[slot].find(self._version, ctx.rows)
+        if asked is None:
             num_top = self._num_top[ctx.rows]
-            asked = _Asked(self._version, ctx.rows, num_top, self._num_top_of_step.put(num_top, lease))
-            self._asked[slot] = asked
+            asked = _Asked(bool((num_top < 0).all()), self._num_top_of_step.put(num_top, lease))
+            self._asked[slot].keep(asked, self._version, ctx.rows)
         self._current, self._is_captured, self._raw = asked, lease is not None, None
 
     def observe(self, logits: torch.Tensor) -> None:

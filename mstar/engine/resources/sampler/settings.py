@@ -9,50 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from mstar.engine.resources.columns import ColumnBlock, Columns, StepColumns
 from mstar.engine.resources.sampler.config import SamplingReqConfig
 from mstar.engine.resources.step import SlotLease
 
-# Host master dtype, device dtype, value of a row in nobody's use.  Widest first: every column of a block is aligned.
+# Host master dtype, device dtype, value of a row in nobody's use.
 SETTINGS: dict[str, tuple[Any, torch.dtype, Any]] = {
     "top_k": (np.int64, torch.int64, 0),
     "top_p_min_keep": (np.int64, torch.int64, 1),
     "seed": (np.int64, torch.int64, 0),
-    "temperature": (np.float32, torch.float32, 1.0),
+    "temperature": (np.float32, torch.float32, 0.0),  # greedy, which costs a padding row the least
     "top_p": (np.float32, torch.float32, 1.0),
     "min_p": (np.float32, torch.float32, 0.0),
     "top_p_first": (np.bool_, torch.bool, False),
 }
 _MOST_TEMPERATURE = float(np.finfo(np.float32).max)
 _MOST_COUNT = 2**62
-_ROW_BYTES = sum(dtype.itemsize for _, dtype, _ in SETTINGS.values())
-
-
-class SettingsBlock:
-    """The settings of up to ``max_rows`` rows, column behind column, so that one copy takes them to the device."""
-
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        on_cpu = device.type == "cpu"
-        self._host = torch.zeros(max_rows * _ROW_BYTES, dtype=torch.uint8, pin_memory=not on_cpu)
-        self._device = self._host if on_cpu else torch.zeros_like(self._host, device=device)
-        self._host_columns = {name: column.numpy() for name, column in _columns(self._host, max_rows).items()}
-        self._device_columns = _columns(self._device, max_rows)
-        self._heads: dict[int, dict[str, torch.Tensor]] = {}  # by length
-
-    def fill(self, masters: dict[str, np.ndarray], rows: np.ndarray) -> None:
-        """Writes the settings of master rows ``rows`` [n], on the host alone; what lies behind them stays."""
-        for name, column in self._host_columns.items():
-            column[: rows.size] = masters[name][rows]
-
-    def upload(self) -> None:
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
-
-    def columns(self, length: int) -> dict[str, torch.Tensor]:
-        """The leading ``length`` rows of every setting on the device, at addresses that never change."""
-        heads = self._heads.get(length)
-        if heads is None:
-            heads = self._heads[length] = {name: column[:length] for name, column in self._device_columns.items()}
-        return heads
 
 
 @dataclass
@@ -61,8 +33,8 @@ class _Staged:
 
     version: int
     rows: np.ndarray
-    block: SettingsBlock
-    columns: dict[str, torch.Tensor]
+    block: ColumnBlock
+    columns: Columns
     is_uploaded: bool = False
 
     def holds(self, version: int, rows: np.ndarray) -> bool:
@@ -77,11 +49,9 @@ class StaticSettings:
     """
 
     def __init__(self, total_rows: int, device: torch.device, num_slots: int, counters: Counter[str]) -> None:
-        self._device = device
         self._masters = {name: np.full(total_rows, idle, dtype) for name, (dtype, _, idle) in SETTINGS.items()}
         self._version = 0  # moves whenever a setting does
-        self._blocks = [SettingsBlock(0, device) for _ in range(num_slots)]
-        self._max_rows = 0
+        self._columns = StepColumns({name: dtype for name, (_, dtype, _) in SETTINGS.items()}, device, num_slots)
         self._staged: dict[int, _Staged] = {}  # by slot, -1 for eager steps
         self._counters = counters
 
@@ -106,10 +76,8 @@ class StaticSettings:
             self._masters[name][row] = idle
 
     def reserve(self, max_bs: int) -> None:
-        """Room for ``max_bs`` rows in every slot; moves the blocks, so only before any capture."""
-        if max_bs > self._max_rows:
-            self._max_rows = max_bs
-            self._blocks = [SettingsBlock(max_bs, self._device) for _ in self._blocks]
+        """Room for ``max_bs`` rows in every slot; moves them, so only before any capture."""
+        if self._columns.reserve(max_bs):
             self._staged.clear()
 
     def holds(self, rows: np.ndarray, lease: SlotLease) -> bool:
@@ -124,25 +92,16 @@ class StaticSettings:
         if staged is not None and staged.holds(self._version, rows):
             self._counters["static_gather_hits"] += 1
             return staged
-        block = SettingsBlock(rows.size, self._device) if lease is None else self._blocks[lease.slot]
-        block.fill(self._masters, rows)
+        block = self._columns.block(rows.size, lease)
+        block.fill({name: master[rows] for name, master in self._masters.items()}, rows.size)
         staged = self._staged[slot] = _Staged(self._version, rows, block, block.columns(rows.size))
         self._counters["static_gathers"] += 1
         return staged
 
-    def gather(self, rows: np.ndarray, lease: SlotLease | None) -> dict[str, torch.Tensor]:
+    def gather(self, rows: np.ndarray, lease: SlotLease | None) -> Columns:
         """Each setting of ``rows`` [n] on the device: views of the slot's block under a lease, else fresh tensors."""
         staged = self.stage(rows, lease)
         if not staged.is_uploaded:
             staged.block.upload()
             staged.is_uploaded = True
         return staged.columns
-
-
-def _columns(block: torch.Tensor, max_rows: int) -> dict[str, torch.Tensor]:
-    columns, start = {}, 0
-    for name, (_, dtype, _) in SETTINGS.items():
-        stop = start + max_rows * dtype.itemsize
-        columns[name] = block[start:stop].view(dtype)
-        start = stop
-    return columns
