@@ -125,6 +125,8 @@ class AcceleratorGraphRunner(BucketTable):
         A bucket is usable only when all its slots were captured; a failure drops it and the rest go on.
         """
         self.unavailable = self._why_none()
+        if self.unavailable == "resource":
+            log.warning("%s: no step is captured: %s", self.node, self._refusals())
         if self.unavailable is None:
             for spec in self.specs:
                 made = len(self._captures.get(spec.bucket, ()))
@@ -149,11 +151,12 @@ class AcceleratorGraphRunner(BucketTable):
         """Why no bucket is captured at all, as eager steps are counted by."""
         if not self._backend.captures:
             return "device"
-        refusing = {key: each.not_captured_because for key, each in self._resources.items()}
-        refusing = {key: reason for key, reason in refusing.items() if reason}
-        if refusing:
-            log.warning("%s: no step is captured: %s", self.node, refusing)
-        return "resource" if refusing else None
+        return "resource" if self._refusals() else None
+
+    def _refusals(self) -> dict[str, str]:
+        """Why resources, by key, cannot be captured."""
+        reasons = {key: resource.not_captured_because for key, resource in self._resources.items()}
+        return {key: reason for key, reason in reasons.items() if reason}
 
     def _try(self, spec: CGSlotSpec, action: Callable[[_Capture, DummyStep], None], eager: bool = False) -> None:
         """Runs ``action`` over the bucket's planned dummy rows, which own nothing afterwards; a failure is logged."""
