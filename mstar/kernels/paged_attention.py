@@ -21,6 +21,7 @@ def paged_decode_reference(
     scale: float | None = None,
     window: int | None = None,
     deterministic: bool = False,
+    repeats_rows: bool = False,
 ) -> torch.Tensor:
     """One query per row, the last of its tokens; arguments as :func:`paged_prefill_reference`."""
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
@@ -40,6 +41,7 @@ def paged_prefill_reference(
     window: int | None = None,
     scale: float | None = None,
     deterministic: bool = False,
+    repeats_rows: bool = False,
 ) -> torch.Tensor:
     """Rows of any number of queries on one token axis.
 
@@ -54,6 +56,7 @@ def paged_prefill_reference(
         window: tokens a query sees up to its own, itself included; None for all.
         scale: of scores; None is ``D ** -0.5``.
         deterministic: nothing here, where every token is computed by itself.
+        repeats_rows: nothing here, where nothing is read ahead.
 
     Returns:
         [T, Hq, D], dtype of ``q``.

@@ -26,6 +26,7 @@ def paged_mixed(
     window: int | None = None,
     scale: float | None = None,
     deterministic: bool = False,
+    repeats_rows: bool = False,
 ) -> torch.Tensor:
     """As :func:`mstar.kernels.paged_attention.paged_prefill_reference`, for rows of which many have one query.
 
@@ -37,12 +38,15 @@ def paged_mixed(
         layer: contiguous.
         scale: positive.
         deterministic: a token's bits depend on its own keys alone, and are those of the other functions.
+        repeats_rows: as :func:`paged_decode`'s.
     """
     rows = (layer, table, streams, kv_lens)
     if streams.shape[0] == 1 or is_for_prefill(q, deterministic):
         return paged_prefill(q, *rows, q_indptr, causal=causal, window=window, scale=scale, deterministic=deterministic)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.shape[0] > 0:
-        paged_decode(q, *rows, scratch, window=window, scale=scale, q_indptr=q_indptr, out=out)
+        paged_decode(
+            q, *rows, scratch, window=window, scale=scale, repeats_rows=repeats_rows, q_indptr=q_indptr, out=out
+        )
         paged_prefill(q, *rows, q_indptr, causal=causal, window=window, scale=scale, skips_single=True, out=out)
     return out

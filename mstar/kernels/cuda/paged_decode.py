@@ -15,8 +15,8 @@ from mstar.kernels.cuda.paged_blocks import LOG2_E, LOWEST, attend_block, key_of
 from mstar.kernels.cuda.paged_prefill import paged_prefill
 from mstar.kernels.cuda.pdl import launch_options, release_dependents, wait_for_inputs
 
-PROGRAMS = 528  # that shares make up to: four for each multiprocessor of an H200
-MANY_PAIRS = 640  # of rows and kv heads: so many programs that the last ones' long rows would run almost alone
+PROGRAMS = 1056  # that shares make up to where rows are few: eight for each multiprocessor of an H200
+ROW_SHARES = 4  # of a long row where rows are many
 MAX_SHARES = 64
 MAX_HEAD_DIM = 128  # blocks of wider heads, or of float32, are the prefill kernel's
 MAX_MEMBERS = 16  # query heads of a program: the rows of a matrix instruction
@@ -36,7 +36,7 @@ class DecodeSplit:
         shares: programs that a row and kv head may be shared by, a power of 2 up to ``MAX_SHARES``.
         whole_span: tokens up to which a row is one program's, since adding up shares costs as much as reading these.
         least_span: tokens of the smallest share of a longer row.
-        releases_early: the next kernel may start beside this one, rather than once the keys are read.
+        fetches_ahead: of rows that are read ahead, the first keys and values come to the L2 cache meanwhile.
     """
 
     block_m: int
@@ -46,7 +46,7 @@ class DecodeSplit:
     shares: int
     whole_span: int
     least_span: int
-    releases_early: bool = False
+    fetches_ahead: bool = False
 
 
 def choose_split(num_rows: int, kv_heads: int, head_dim: int) -> DecodeSplit:
@@ -54,22 +54,18 @@ def choose_split(num_rows: int, kv_heads: int, head_dim: int) -> DecodeSplit:
 
     While every program has a multiprocessor of its own, what counts is the way from the length to the result.  When
     there are more, what counts is bytes on their way: small programs, of which a multiprocessor holds many in different
-    phases; with many, rows of over 1,024 tokens are halved, so that these end together.  Measured on an H200 at 256 and
-    1,024 tokens a row, and at 100 to 2,048 mixed.
+    phases, and no long row that ends alone.  Measured on an H200 at 256 and 1,024 tokens a row, and at rows of 100 to
+    2,048 mixed as a run leaves them.
     """
     num_pairs = num_rows * kv_heads
+    is_narrow = head_dim <= 64
+    if num_pairs <= (48 if is_narrow else 132):
+        return DecodeSplit(64, 64, 4, 3, _shares(PROGRAMS // 4, num_pairs), 256, 128)
     if num_pairs <= 132:
-        return DecodeSplit(64, 64, 4, 3, _shares(PROGRAMS // 2, num_pairs), 256, 128)
-    if num_pairs >= MANY_PAIRS:
-        return DecodeSplit(16, 32, 1, 3, 2, 1024, 512)
-    shares = _shares(PROGRAMS, num_pairs)
-    if head_dim > 64:
-        return DecodeSplit(16, 32, 1, 3, shares, 512, 256)
-    if num_pairs <= 256:
-        return DecodeSplit(16, 32, 1, 4, shares, 512, 256)
-    if num_pairs <= 512:
-        return DecodeSplit(16, 64, 4, 3, shares, 512, 256)
-    return DecodeSplit(16, 32, 1, 3, shares, 512, 256)
+        return DecodeSplit(16, 32, 1, 3, _shares(PROGRAMS, num_pairs), 256, 128, fetches_ahead=True)
+    warps = 1 if is_narrow or num_pairs < 640 else 2
+    spans = (512, 256) if is_narrow or num_pairs <= 264 else (1024, 512)
+    return DecodeSplit(16, 32, warps, 3, ROW_SHARES, *spans, fetches_ahead=True)
 
 
 def _shares(num_programs: int, num_pairs: int) -> int:
@@ -87,7 +83,7 @@ class DecodeScratch:
     def __init__(self, max_rows: int, num_heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
         members, blocks = _members(num_heads // kv_heads)
         pairs = max_rows * kv_heads * blocks
-        num_programs = max(PROGRAMS, 2 * pairs)
+        num_programs = max(PROGRAMS, ROW_SHARES * pairs)
         self.sums = torch.empty(num_programs, members, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(num_programs, 2, members, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(pairs, dtype=torch.int32, device=device)
@@ -111,6 +107,7 @@ def paged_decode(
     window: int | None = None,
     deterministic: bool = False,
     split: DecodeSplit | None = None,
+    repeats_rows: bool = False,
     q_indptr: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -122,6 +119,8 @@ def paged_decode(
         scale: positive.
         deterministic: a row's bits depend on its own keys alone, and are those of ``paged_prefill``.
         split: instead of the choice by shape.
+        repeats_rows: an earlier call of the stream read the same ``table``, ``streams``, ``kv_lens`` and ``q_indptr``,
+            unchanged since: these are read before the kernel in front has ended.
         q_indptr: int32 [B + 1] where ``q`` is [T, Hq, D]: row ``b``'s query is token ``q_indptr[b]``; rows that have
             none or several are left out, and their results not written.  Not in deterministic mode, nor for what
             the prefill kernel does.
@@ -176,7 +175,8 @@ def paged_decode(
         BLOCK_N=split.block_n,
         MERGED=min(MAX_SHARES, MERGED_ELEMENTS // (block_members * block_d)) or 1,
         IS_SHARED=shares > 1,
-        RELEASES_EARLY=split.releases_early,
+        READS_AHEAD=repeats_rows,
+        FETCHES_AHEAD=repeats_rows and split.fetches_ahead,
         **launch_options(q, num_warps=split.num_warps, num_stages=split.num_stages),
     )
     return out
@@ -222,6 +222,22 @@ def _merge(
     return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
+@triton.jit
+def _fetch_lines(heads, is_token, HEAD_DIM: tl.constexpr):
+    """Asks for the lines of ``heads`` [BLOCK_N], pointers to their begins, and takes none: the L2 cache also sees what
+    a kernel stores there later."""
+    LINE: tl.constexpr = 1024 // heads.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    for start in tl.static_range(0, HEAD_DIM, LINE):
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r",
+            [(heads + start).to(tl.int64), is_token.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(
     do_not_specialize=["share_bits", "whole_span", "least_span", "table_stride"],
     do_not_specialize_on_alignment=["table", "streams", "kv_lens", "q_indptr"],
@@ -256,12 +272,12 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     MERGED: tl.constexpr,
     IS_SHARED: tl.constexpr,
-    RELEASES_EARLY: tl.constexpr,
+    READS_AHEAD: tl.constexpr,
+    FETCHES_AHEAD: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    if RELEASES_EARLY:
-        release_dependents(USE_PDL)
-    wait_for_inputs(USE_PDL)
+    if not READS_AHEAD:
+        wait_for_inputs(USE_PDL)
     row, share = tl.program_id(1), tl.program_id(2)
     kv_len, stream = tl.load(kv_lens + row), tl.load(streams + row)
     # There is no negative stream; but so it is read beside the lengths, rather than after them.
@@ -280,13 +296,21 @@ def _decode_kernel(
         begin += share * span
         end = tl.minimum(begin + span, kv_len)
         is_idle |= (share > 0) & (begin >= kv_len)
+    pages = table + stream * table_stride
+    page = load_pages(pages, begin, end, BLOCK_N, PAGE_SIZE)
+    BLOCKS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
+    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    if READS_AHEAD:
+        if FETCHES_AHEAD and USE_PDL:
+            keys = layer + key_offsets(page, begin, head, BLOCK_N, PAGE_SIZE, KV_HEADS, HEAD_DIM)
+            is_token = begin + tl.arange(0, BLOCK_N) < end
+            _fetch_lines(keys, is_token, HEAD_DIM)
+            _fetch_lines(keys + PAGE_SIZE * KV_HEADS * HEAD_DIM, is_token, HEAD_DIM)
+        wait_for_inputs(USE_PDL)
     if IS_SHARED or q_indptr is not None:  # noqa: SIM102 (for the compiler to decide)
         if is_idle:
             return
-    pages = table + stream * table_stride
 
-    BLOCKS: tl.constexpr = (GROUP + MEMBERS - 1) // MEMBERS
-    head, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     member, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     is_member = ((member < MEMBERS) & (block * MEMBERS + member < GROUP))[:, None] & (dim < HEAD_DIM)[None, :]
     first_head = head * GROUP + block * MEMBERS
@@ -297,7 +321,6 @@ def _decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     values = layer + PAGE_SIZE * KV_HEADS * HEAD_DIM
-    page = load_pages(pages, begin, end, BLOCK_N, PAGE_SIZE)
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         offsets = key_offsets(page, start, head, BLOCK_N, PAGE_SIZE, KV_HEADS, HEAD_DIM)
@@ -310,8 +333,7 @@ def _decode_kernel(
         highest, total, acc = attend_block(
             queries, k, v, is_seen[None, :], highest, total, acc, scale, True, PRECISION="tf32"
         )
-    if not RELEASES_EARLY:
-        release_dependents(USE_PDL)
+    release_dependents(USE_PDL)
 
     heads = out + (token.to(tl.int64) * (KV_HEADS * GROUP) + first_head) * HEAD_DIM
     at = heads + member[:, None] * HEAD_DIM + dim[None, :]

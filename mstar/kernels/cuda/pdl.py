@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel may start while the one before still runs, and fetch its weights meanwhile.
 
 The rule that makes this safe: every program of every kernel waits (:func:`wait_for_inputs`) before it reads what a
-kernel wrote, and before it writes anything.  Then a kernel that has waited knows that all before it are complete.
+kernel wrote, and before it writes anything.  Then a kernel that has waited knows that all before it are complete.  What
+a kernel in front read, and let the next one in only once it had waited, may be read without waiting.
 """
 
 from __future__ import annotations

@@ -103,6 +103,25 @@ def test_any_interleaving_of_prompts_chunks_and_decode_equals_each_request_alone
             begin += span
 
 
+@pytest.mark.parametrize("spans", [[1, 1], [1, 3]])
+def test_kernels_are_told_which_of_a_steps_calls_is_the_first(spans, monkeypatch):
+    """Later calls may read what the first has seen while the kernel in front of them still runs."""
+    monkeypatch.setattr(Rig, "backend", "TRITON")
+    rig = Rig(group=2)
+    rig.reserve(8, 64)
+    streams, told = Streams(rig, [1, 2]), []
+    for name in ("_decode", "_mixed"):
+        kernels = rig.attn._planner._kernels
+        real = getattr(kernels, name)
+        recorded = lambda *args, real=real, **options: told.append(options["repeats_rows"]) or real(*args, **options)  # noqa: E731
+        monkeypatch.setattr(kernels, name, recorded)
+    for row, rid in enumerate([1, 2]):
+        rig.join(rid, row)
+    for _ in range(2):
+        rig.run([1, 2], spans, streams.forward, step=rig.step(*NO_SAMPLER))
+    assert told == [False, True] * 2
+
+
 class Tokens:
     """One request's fixed q, k, v [layers, length, heads, dim] under one label, without positions."""
 

@@ -33,8 +33,9 @@ def test_norm_adds_in_place(rows, dim, dtype, device):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_models_norm_on_a_gpu_is_this_one():
-    x, delta = (random(3, 576, device="cuda", dtype=torch.bfloat16, scale=3.0) for _ in range(2))
-    weight, total = random(576, device="cuda", dtype=torch.bfloat16), x.clone()
+    device = torch.device("cuda")
+    x, delta = (random(3, 576, device=device, dtype=torch.bfloat16, scale=3.0) for _ in range(2))
+    weight, total = random(576, device=device, dtype=torch.bfloat16), x.clone()
     wanted = add_rms_norm(total, delta, weight, 1e-5)
     assert torch.equal(row_ops.add_rms_norm(x, delta, weight, 1e-5), wanted)
     assert torch.equal(x, total)

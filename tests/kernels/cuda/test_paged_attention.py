@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from mstar.kernels.attention import attention_reference
 from mstar.kernels.cuda.paged_attention import DecodeScratch, paged_decode, paged_mixed, paged_prefill
 from mstar.kernels.cuda.paged_decode import DecodeSplit
+from mstar.kernels.cuda.store_kv import store_kv
 from mstar.kernels.paged_attention import paged_decode_reference, paged_prefill_reference
 
 PAGE_SIZE = 16
@@ -70,7 +71,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 # Steps and shares of few tokens, so that short rows have several.
 SHORT = DecodeSplit(16, 16, 1, 2, shares=64, whole_span=16, least_span=16)
 # Programs that take rows of any length alone.
-ALONE = DecodeSplit(64, 32, 4, 3, shares=1, whole_span=16, least_span=16, releases_early=True)
+ALONE = DecodeSplit(64, 32, 4, 3, shares=1, whole_span=16, least_span=16)
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -93,8 +94,9 @@ def test_decode_equals_the_reference_in_one_share_and_in_several(heads, kv_heads
     scratch = DecodeScratch(len(kv_lens), heads, kv_heads, head_dim, device)
     for split in (None, ALONE):
         assert_close(paged_decode(*args, scratch, window=window, scale=0.2, split=split), want)
-    for _ in range(2):  # the first leaves the counts at zero for the second
-        assert_close(paged_decode(*args, scratch, window=window, scale=0.2, split=SHORT), want)
+    for repeats_rows in (False, True):  # the first leaves the counts at zero for the second
+        options = {"window": window, "scale": 0.2, "split": SHORT, "repeats_rows": repeats_rows}
+        assert_close(paged_decode(*args, scratch, **options), want)
     assert not scratch.arrived.any()
 
 
@@ -155,8 +157,10 @@ def test_of_mixed_rows_each_token_is_one_kernels(split, window, causal, padding,
     q[sum(spans) :] = float("nan")
     args = (q, cache.layer, cache.table, cache.streams, cache.kv_lens)
     want = paged_prefill_reference(*args, starts, causal=causal, window=window)
-    assert_close(paged_mixed(*args, starts, scratch, causal=causal, window=window), want)
-    assert not scratch.arrived.any()
+    for repeats_rows in (False, True):
+        options = {"causal": causal, "window": window, "repeats_rows": repeats_rows}
+        assert_close(paged_mixed(*args, starts, scratch, **options), want)
+        assert not scratch.arrived.any()
 
     is_single = torch.zeros(q.shape[0], dtype=torch.bool)
     is_single[starts[:-1].cpu()[torch.tensor(spans) == 1].long()] = True
@@ -267,6 +271,41 @@ def test_a_captured_decode_serves_other_lengths():
         cache.kv_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         graph.replay()
         assert_close(got, paged_decode_reference(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("rows", [1, 60, 250])
+def test_rows_read_ahead_see_what_the_kernel_in_front_stored(rows):
+    """Each call's newest key and value come from the kernel before it, its queries from the call before that."""
+    device, draw = torch.device("cuda"), torch.Generator().manual_seed(2)
+    kv_lens = torch.randint(1, 900, (rows,), generator=draw).tolist()
+    cache = make_cache(kv_lens, 3, 64, torch.bfloat16, device)
+    q = queries(rows, 9, 64, torch.bfloat16, device)
+    scratch = DecodeScratch(rows, 9, 3, 64, device)
+    rows_of = (cache.table, cache.streams, cache.kv_lens)
+    newest = cache.table[cache.streams.long(), (cache.kv_lens.long() - 1) // PAGE_SIZE].long()
+    key_index = newest * 2 * PAGE_SIZE + (cache.kv_lens.long() - 1) % PAGE_SIZE
+    layers = [cache.layer.clone() for _ in range(6)]
+
+    def run(attend) -> torch.Tensor:
+        x = q
+        for i, layer in enumerate(layers):
+            store_kv(layer, key_index, x[:, :3], x[:, 3:6])
+            x = attend(i, x, layer)
+        return x
+
+    want = run(lambda i, x, layer: paged_decode(x, layer, *rows_of, scratch))
+    for layer in layers:
+        layer.copy_(cache.layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(lambda i, x, layer: paged_decode(x, layer, *rows_of, scratch, repeats_rows=i > 0))
+    for _ in range(20):
+        for layer in layers:
+            layer.copy_(cache.layer)
+        graph.replay()
+        assert torch.equal(got, want)
 
 
 @pytest.mark.gpu

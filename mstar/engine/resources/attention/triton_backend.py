@@ -57,20 +57,22 @@ class PagedKernels:
         else:
             write_kv(layer, kv.key_index[: k.shape[0]], kv.value_index[: k.shape[0]], k, v)
 
-    def decode(self, q: torch.Tensor, layer: torch.Tensor, kv: KVPlan) -> torch.Tensor:
-        """One query of each row."""
+    def decode(self, q: torch.Tensor, layer: torch.Tensor, kv: KVPlan, is_first: bool) -> torch.Tensor:
+        """One query of each row; ``is_first``: of the plan's layers."""
         view = kv.view
         assert view is not None
-        return self._decode(q, layer, view.table, view.streams, view.kv_lens, self._scratch(), **self._options)
+        rows = view.table, view.streams, view.kv_lens
+        return self._decode(q, layer, *rows, self._scratch(), repeats_rows=not is_first, **self._options)
 
     def mixed(
-        self, q: torch.Tensor, layer: torch.Tensor, kv: KVPlan, q_indptr: torch.Tensor, causal: bool
+        self, q: torch.Tensor, layer: torch.Tensor, kv: KVPlan, q_indptr: torch.Tensor, causal: bool, is_first: bool
     ) -> torch.Tensor:
         """``q_indptr`` int32 [B + 1], queries of each row."""
         view = kv.view
         assert view is not None
         rows = view.table, view.streams, view.kv_lens, q_indptr
-        return self._mixed(q, layer, *rows, self._scratch(), causal=causal, **self._options)
+        options = {"causal": causal, "repeats_rows": not is_first, **self._options}
+        return self._mixed(q, layer, *rows, self._scratch(), **options)
 
     def _scratch(self) -> Any:
         return self._scratches[-1] if self._scratches else None
@@ -106,9 +108,10 @@ class TritonLabelPlan:
 
     def attend_stored(self, layer: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """Attends when the new tokens are in ``layer``."""
+        is_first = self.layer == 1  # counted before
         if self._q_indptr is None:
-            return self._kernels.decode(q, layer, self.kv)
-        return self._kernels.mixed(q, layer, self.kv, self._q_indptr, self.causal)
+            return self._kernels.decode(q, layer, self.kv, is_first)
+        return self._kernels.mixed(q, layer, self.kv, self._q_indptr, self.causal, is_first)
 
 
 class TritonPlanner:
