@@ -16,8 +16,8 @@ demo: env ## Install, start a server, ask it one question over gRPC and HTTP, st
 serve: env ## Start a server on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics); Ctrl-C drains and stops it
 	@exec $(VENV)/python build/foreground.py $(VENV)/mstar serve $(PORTS) $(SERVE_FLAGS)
 
-test: test-env ## All tests, real servers included
-	@$(VENV)/python -m pytest $(PYTEST_FLAGS)
+test: test-env ## All tests, real servers included, by two workers (PYTEST_FLAGS=-n0: in one process)
+	@$(VENV)/python -m pytest -n 2 $(PYTEST_FLAGS)
 
 test-gpu: ## Tests that need an NVIDIA GPU, under GPU_PYTHON: a Python (python3) whose torch has CUDA
 	@$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_FLAGS)

@@ -22,10 +22,9 @@ ENDLESS = greedy([1, 2, 3], 4000)
 
 
 @pytest.fixture(autouse=True)
-def runtime_folder(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("run")
-    monkeypatch.setenv("MSTAR_RUNTIME_DIR", str(folder))
-    return folder
+def runtime_folder(socket_folder, monkeypatch):
+    monkeypatch.setenv("MSTAR_RUNTIME_DIR", str(socket_folder))
+    return socket_folder
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from .tiny import VOCAB, Recorder, greedy, wait_until, write_checkpoint
 
 
 @pytest.fixture
-def served(tmp_path_factory, monkeypatch):
+def served(tmp_path_factory, socket_folder, monkeypatch):
     """(core, options) of an engine that a thread of this process serves."""
-    monkeypatch.setenv("MSTAR_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
+    monkeypatch.setenv("MSTAR_RUNTIME_DIR", str(socket_folder))
     model = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
     options = EngineOptions(model=str(model), device="cpu", kv_memory_bytes=2**20)
     core = EngineCore(options)

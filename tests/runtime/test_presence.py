@@ -12,8 +12,8 @@ from mstar.utils.errors import LoadError
 
 
 @pytest.fixture(autouse=True)
-def runtime_folder(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("run") / "base"
+def runtime_folder(socket_folder, monkeypatch):
+    folder = socket_folder / "base"
     monkeypatch.setenv("MSTAR_RUNTIME_DIR", str(folder))
     return folder
 

@@ -100,11 +100,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(repository: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def start(repository: Path, socket_folder: Path) -> Iterator[Callable[..., Launched]]:
     started: list[Launched] = []
 
     def start_one(*flags: str) -> Launched:
-        started.append(Launched(repository, tmp_path, *flags))
+        started.append(Launched(repository, socket_folder, *flags))
         return started[-1]
 
     yield start_one

@@ -1,10 +1,8 @@
 """What the launcher sees of engines through their files."""
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 
 import pytest
@@ -17,17 +15,15 @@ from mstar.serving.watch import Presence
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def engine(socket_folder, monkeypatch):
     """A process that stands for an engine of this one, with its folder and board."""
-    base = tempfile.mkdtemp()  # tmp_path is too long for a socket
-    monkeypatch.setenv("MSTAR_RUNTIME_DIR", base)
+    monkeypatch.setenv("MSTAR_RUNTIME_DIR", str(socket_folder))
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     folder = open_engine_folder(os.getpid(), "toy", "0" * 12)
     folder.write_engine(EngineRecord(pid=process.pid, started=start_ticks(process.pid) or 0, name="toy"))
     yield process, folder, Board.create(folder.board_path)
     process.kill()
     process.wait()
-    shutil.rmtree(base)
 
 
 def looks(presence, seconds):

@@ -118,8 +118,8 @@ def measure(rows: int, steps: int, run_ahead: bool) -> HostCost:
         clock.reset()
         for first in range(0, steps, CHURN_STEPS):
             units.append(_unit_us())  # in between, so that a busy machine slows both alike
-            clock.start()
             start = time.perf_counter()
+            clock.start()
             for _ in range(min(CHURN_STEPS, steps - first)):
                 _loop_once(conductor, waiting, clock)
             wall += time.perf_counter() - start
