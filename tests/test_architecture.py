@@ -14,7 +14,20 @@ import mstar
 
 ROOT = Path(mstar.__file__).parent
 # From top to bottom: a package imports those below it.
-ORDER = ["cli", "serving", "llm", "runtime", "conductor", "model", "text", "graph", "engine", "kernels", "utils"]
+ORDER = [
+    "cli",
+    "serving",
+    "llm",
+    "simulate",
+    "runtime",
+    "conductor",
+    "model",
+    "text",
+    "graph",
+    "engine",
+    "kernels",
+    "utils",
+]
 FILES = sorted(ROOT.rglob("*.py"))
 # Imports within functions, each by its reason; besides those of GPU_ONLY.
 GPU_ONLY = ("mstar.kernels.cuda.", "flashinfer")  # an install for the CPU has neither Triton nor FlashInfer
@@ -39,6 +52,7 @@ LAZY = {
     ("cli/bench/serve.py", "tritonclient.grpc.aio"): "optional",
     ("cli/kernels.py", "mstar.runtime.kernel_build"): "needs Triton, which a CPU install lacks",
     ("cli/bench/serve.py", "matplotlib"): "optional",
+    ("cli/simulate.py", "matplotlib"): "optional",
 }
 TORCH_FREE = [
     "mstar.serving.backend",

@@ -126,9 +126,8 @@ def core_of(folder: Path, **options: Any) -> EngineCore:
             page_size=PAGE,
             max_running_requests=ROWS,
             max_seq_len=64,
-            max_batch_tokens=64,
             deterministic=True,
-            **settings,
+            **{"max_batch_tokens": 64} | settings,
         )
     )
 
@@ -239,6 +238,77 @@ def test_a_warm_prefix_cache_gives_what_a_cold_one_does(
     for _ in range(2):
         assert play(core, list(range(len(NAMES)))) == alone
     assert core.conductor.counters.cached_prompt_tokens > len(NAMES) * PAGE
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "mixed", "tokens", "cache", "switches"),
+    [
+        ("off", True, 5, False, {}),
+        ("on", True, 1, False, SCATTER),
+        ("on", False, 4, False, {}),
+        ("on", True, 3, True, {}),
+        ("on", True, 6, True, AHEAD | {"MSTAR_DEVICE_LOOPBACK": "0"}),
+    ],
+)
+def test_prompts_in_parts_give_what_whole_ones_do(
+    folder: Path,
+    alone: dict[int, Outcome],
+    run_ahead: str,
+    mixed: bool,
+    tokens: int,
+    cache: bool,
+    switches: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    core = core_of(folder, run_ahead=run_ahead, mixed_steps=mixed, max_batch_tokens=tokens, prefix_cache=cache)
+    for _ in range(1 + cache):
+        assert play(core, list(range(len(NAMES)))) == alone
+    steps = core.engine.steps
+    assert steps["LLM", "mixed"] + steps["LLM", "prefill"] > len(NAMES)
+    assert not any(reason == "tokens" for *_, reason in core.engine.eager_steps)
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "mixed", "tokens", "cache", "host_pages", "switches"),
+    [
+        ("off", True, 64, False, 0, {}),
+        ("on", True, 5, False, 0, SCATTER),
+        ("on", False, 64, True, 0, {}),
+        ("on", True, 3, True, 0, AHEAD | {"MSTAR_DEVICE_LOOPBACK": "0"}),
+        ("on", True, 5, False, 20, {}),
+    ],
+)
+def test_requests_that_give_their_pages_up_go_on_as_if_they_had_not(
+    folder: Path,
+    alone: dict[int, Outcome],
+    run_ahead: str,
+    mixed: bool,
+    tokens: int,
+    cache: bool,
+    host_pages: int,
+    switches: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Preemption, by computing again and through the host (BC-47)."""
+    for name, value in switches.items():
+        monkeypatch.setenv(name, value)
+    core = core_of(
+        folder,
+        run_ahead=run_ahead,
+        mixed_steps=mixed,
+        max_batch_tokens=tokens,
+        prefix_cache=cache,
+        admission_policy="optimistic",
+        resources=json.dumps({"kv_cache": {"max_num_pages": 10 if cache else 14, "cpu_offload_pages": host_pages}}),
+    )
+    numbers = list(range(len(NAMES)))
+    for order in (numbers, numbers[::-1]):
+        assert play(core, order) == alone
+    counters = core.conductor.counters
+    assert counters.preemptions > 3
+    assert (counters.offloads > 3) is (host_pages > 0)
 
 
 @pytest.mark.parametrize("scatter", ["0", "1"])

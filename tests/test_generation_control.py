@@ -121,8 +121,11 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "skip_special_tokens": (GREEDY | {"allowed_token_ids": [1]}, {"skip_special_tokens": False}),
 }
-# A deadline is a matter of time (tests/test_llm.py), and these spaces are in no text.
-WITHOUT_EFFECT_HERE = {"timeout_ms", "spaces_between_special_tokens"}
+# A deadline is a matter of time (tests/test_llm.py), these spaces are in no text, and the others say who goes first and
+# which pages are shared (tests/conductor).
+WITHOUT_EFFECT_HERE = {
+    "timeout_ms", "spaces_between_special_tokens", "request_priority", "tenant", "cache_salt", "no_cache",
+}  # fmt: skip
 
 
 def test_every_parameter_changes_what_it_is_about(llm: LLM) -> None:

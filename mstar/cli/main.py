@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,11 +28,23 @@ class KernelsGroup(LazyGroup):
     targets = {"build": "mstar.cli.kernels:build", "list": "mstar.cli.kernels:list_kernels"}
 
 
+class SimulateGroup(LazyGroup):
+    """The commands under ``mstar simulate``; without a name it is ``run``."""
+
+    targets = {"run": "mstar.cli.simulate:run", "fit": "mstar.cli.simulate:fit"}
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.targets, "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(cls=MstarGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench = typer.Typer(cls=BenchGroup, no_args_is_help=True, help="Measure what the engine or a running server delivers.")
 
 
 kernels = typer.Typer(cls=KernelsGroup, no_args_is_help=True, help="Compile GPU kernels ahead, and list them.")
+simulation = typer.Typer(cls=SimulateGroup, help="Play a trace through the real conductor in virtual time.")
 
 
 @bench.callback()
@@ -43,6 +55,11 @@ def measure() -> None:
 @kernels.callback()
 def compile_ahead() -> None:
     """Compile GPU kernels ahead, and list them."""
+
+
+@simulation.callback()
+def play() -> None:
+    """Play a trace through the real conductor in virtual time: run (the default), or fit steps for it."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,4 +82,5 @@ app.command("serve", context_settings=CONTEXT_SETTINGS)(serve)
 app.command("generate")(generate)
 app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")
+app.add_typer(simulation, name="simulate")
 app.add_typer(repository.app, name="repository")

@@ -6,7 +6,7 @@ import numpy as np
 
 from mstar.conductor.pools import Pools
 from mstar.conductor.queue import Limits
-from mstar.conductor.request import EngineRequest
+from mstar.conductor.request import MAX_PRIORITY, EngineRequest
 from mstar.utils.errors import InvalidArgument
 
 
@@ -21,9 +21,12 @@ class Admission:
         """Most tokens the request may generate: its own bound, cut to the context; without one, what fits.
 
         Raises:
-            InvalidArgument: the prompt is empty, too long or outside the vocabulary, or prompt and output exceed the
-                whole KV cache.
+            InvalidArgument: the prompt is empty, too long or outside the vocabulary, prompt and output exceed the whole
+                KV cache, or the priority is out of range.
         """
+        if not -MAX_PRIORITY <= request.request_priority <= MAX_PRIORITY:
+            allowed = f"an integer >= -{MAX_PRIORITY} and <= {MAX_PRIORITY}"
+            raise InvalidArgument("request_priority", allowed, request.request_priority)
         ids, context = request.prompt_array(), self._limits.max_seq_len
         if ids.size == 0:
             raise InvalidArgument("prompt", "at least one token", "none")

@@ -9,41 +9,54 @@ from dataclasses import dataclass
 import numpy as np
 
 from mstar.conductor.lanes import Lane
+from mstar.conductor.pace import Pace
 from mstar.conductor.rows import RowTable
 from mstar.engine.batch import Batch
 
 
 @dataclass(frozen=True, eq=False)
 class Pick:
-    """A step's rows: master rows and request ids, int64 [n], in the batch's order."""
+    """A step's rows: master rows and request ids, int64 [n], in the batch's order.
+
+    ``prompt_tokens`` int64 [n]: of its prompt that each row brings; None where no row brings any.
+    """
 
     lane: Lane
     rows: np.ndarray
     request_ids: np.ndarray
     batch: Batch
+    prompt_tokens: np.ndarray | None = None
 
 
 class Batcher:
     """Picks a step's rows.  An unchanged set of rows gives the same :class:`Batch` object again.
 
     Prefill and decode are states like any other, so with both ready they take turns; where a combined walk takes
-    both, they share its steps instead.
+    both, they share its steps instead.  Rows of one token are all in; what room is left goes to prompts, those that
+    have begun first, then in order of arrival.  Where the node can, the first that does not fit whole brings a part.
     """
 
     def __init__(
-        self, plain: Sequence[Lane], combined: Sequence[Lane], entry_state: int, max_batch_tokens: int
+        self,
+        plain: Sequence[Lane],
+        combined: Sequence[Lane],
+        entry_state: int,
+        max_batch_tokens: int,
+        pace: Pace | None = None,
     ) -> None:
         """
         Args:
             plain: the lane of each state.
             combined: lanes of several states, the last of them the entry state.
-            entry_state: where requests start; its rows bring their whole prompt, all others one token.
-            max_batch_tokens: most prompt tokens of a step of several rows.
+            entry_state: where requests start; its rows bring their prompt, all others one token.
+            max_batch_tokens: most prompt tokens of a step, unless a single prompt is longer that cannot be split.
+            pace: says how many of these may stand beside rows of one token.
         """
         self._plain = plain
         self._combined = combined
         self._entry_state = entry_state
         self._max_batch_tokens = max_batch_tokens
+        self._pace = pace
         self._last_run = [-1] * len(plain)
         self._steps = 0
         # By node and walk, latest first: two, for rows that wait for the host sit out every other step.
@@ -64,11 +77,18 @@ class Batcher:
         if len(states) > 1:
             for lane in self._combined:
                 if state in lane.states and all(counts[each] for each in lane.states):
-                    parts = self._parts(table, lane, ready)
-                    if parts is not None:
-                        return self._make(table, lane, parts)
-        rows = self._cut(table, state, _rows_in(ready, state))
-        pick = self._make(table, self._plain[state], [rows])
+                    picked = self._mixed(table, lane, ready)
+                    if picked is not None:
+                        return picked
+        lane, rows = self._plain[state], _rows_in(ready, state)
+        if state == self._entry_state:
+            prompts, tokens = self._prompts(table, lane, rows, 0, len(states) > 1)
+            if not prompts.size:  # too long for any step, and not to be split: alone
+                prompts = _in_order(table, rows)[:1]
+                tokens = table.prompt_left[prompts]
+            return self._make(table, lane, [prompts], tokens)
+        rows = self._cut(table, lane, rows)
+        pick = self._make(table, lane, [rows])
         if rows.size == sum(counts):
             self._steady = table.version, pick
         return pick
@@ -84,39 +104,62 @@ class Batcher:
         table.last_step.set(pick.rows, self._steps)
         self._steps += 1
 
-    def _parts(self, table: RowTable, lane: Lane, ready: np.ndarray) -> list[np.ndarray] | None:
+    def _mixed(self, table: RowTable, lane: Lane, ready: np.ndarray) -> Pick | None:
         """All ready rows of one token, and the prompts that fit beside them; None when not even one does."""
         parts = [_rows_in(ready, state) for state in lane.states]
-        taken = sum(rows.size for rows in parts[:-1])
-        prompts, tokens = _oldest(table, parts[-1]), self._max_batch_tokens
+        parts[-1], tokens = self._prompts(table, lane, parts[-1], sum(rows.size for rows in parts[:-1]), True)
+        return self._make(table, lane, parts, tokens) if tokens.size else None
+
+    def _prompts(
+        self, table: RowTable, lane: Lane, rows: np.ndarray, taken: int, is_waited_for: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of rows with prompts, those for a step with ``taken`` rows of one token, and each one's tokens.
+
+        ``is_waited_for``: by rows that generate, in this step or for the next.
+        """
+        rows = _in_order(table, rows)
         if lane.max_rows is not None:
-            prompts = prompts[: max(lane.max_rows - taken, 0)]
-        if lane.max_tokens is not None:
-            tokens = min(tokens, lane.max_tokens - taken)
-        parts[-1] = _within(table, prompts, tokens)
-        return parts if parts[-1].size else None
+            rows = rows[: max(lane.max_rows - taken, 0)]
+        left = table.prompt_left[rows]
+        ends = left.cumsum()
+        wanted = self._max_batch_tokens
+        if is_waited_for and self._pace is not None and lane.splits_prompts:
+            wanted = min(wanted, self._pace.prompt_tokens)
+        room = lane.tokens_left(taken, wanted)
+        if lane.splits_prompts and ends.size and ends[-1] > room > 0:
+            room = lane.tokens_that_fill(taken, wanted)
+        num_whole = int(ends.searchsorted(room, side="right"))
+        rest = room - (int(ends[num_whole - 1]) if num_whole else 0)
+        if not lane.splits_prompts or num_whole == rows.size or rest <= 0:
+            return rows[:num_whole], left[:num_whole]
+        tokens = left[: num_whole + 1].copy()
+        tokens[-1] = rest
+        return rows[: num_whole + 1], tokens
 
-    def _cut(self, table: RowTable, state: int, rows: np.ndarray) -> np.ndarray:
+    def _cut(self, table: RowTable, lane: Lane, rows: np.ndarray) -> np.ndarray:
         """At most a step's worth: those that waited longest, then those with fewest tokens, then by arrival."""
-        lane = self._plain[state]
         bound = lane.max_rows or rows.size
-        if state != self._entry_state:
-            if rows.size <= bound:
-                return rows
-            order = np.lexsort((table.request_id[rows], table.issued.values[rows], table.last_step.values[rows]))
-            return np.sort(rows[order[:bound]])
-        rows = _oldest(table, rows)
-        tokens = min(self._max_batch_tokens, lane.max_tokens or self._max_batch_tokens)
-        fitting = _within(table, rows[:bound], tokens)
-        return fitting if fitting.size else rows[:1]
+        if rows.size <= bound:
+            return rows
+        order = np.lexsort((table.request_id[rows], table.issued.values[rows], table.last_step.values[rows]))
+        return np.sort(rows[order[:bound]])
 
-    def _make(self, table: RowTable, lane: Lane, parts: list[np.ndarray]) -> Pick:
+    def _make(
+        self, table: RowTable, lane: Lane, parts: list[np.ndarray], prompt_tokens: np.ndarray | None = None
+    ) -> Pick:
+        """``prompt_tokens``: of each row of the last part."""
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         ids = table.request_id[rows]
         key = f"{lane.node}/{lane.walk}"
         last_picks = self._last_picks.get(key, ())
+        brought = spans = None
+        if prompt_tokens is not None:
+            brought = np.zeros(rows.size, np.int64)
+            brought[rows.size - prompt_tokens.size :] = prompt_tokens
+            spans = _prompt_parts(table, rows, brought)
         for last in last_picks:
-            if last.request_ids.size == ids.size and (last.request_ids == ids).all():
+            is_same = last.request_ids.size == ids.size and (last.request_ids == ids).all()
+            if is_same and last.batch.prompt_parts == spans and _are_equal(last.prompt_tokens, brought):
                 return last
         infos = tuple(table.infos[rows].tolist())
         walks = None
@@ -126,21 +169,29 @@ class Batcher:
                     itertools.repeat(walk, part.size) for walk, part in zip(lane.walks, parts, strict=True)
                 )
             )
-        batch = Batch(lane.node, lane.walk, infos, walks, tuple(ids.tolist()))
-        pick = Pick(lane, rows, ids, batch)
+        batch = Batch(lane.node, lane.walk, infos, walks, spans, tuple(ids.tolist()))
+        pick = Pick(lane, rows, ids, batch, brought)
         self._last_picks[key] = (pick, *last_picks[:1])
         return pick
+
+
+def _are_equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+    return first is second or (first is not None and second is not None and bool((first == second).all()))
+
+
+def _prompt_parts(table: RowTable, rows: np.ndarray, tokens: np.ndarray) -> tuple[tuple[int, int] | None, ...] | None:
+    """As in :class:`Batch`; None where all rows with prompts bring all of them."""
+    begins = table.prompt_at[rows]
+    if ((tokens == table.prompt_left[rows]) & (begins == table.cached_tokens[rows]))[tokens > 0].all():
+        return None
+    spans = zip(begins.tolist(), (begins + tokens).tolist(), strict=True)
+    return tuple((begin, end) if begin < end else None for begin, end in spans)
 
 
 def _rows_in(ready: np.ndarray, state: int) -> np.ndarray:
     return (ready == state).nonzero()[0]
 
 
-def _oldest(table: RowTable, rows: np.ndarray) -> np.ndarray:
-    """Rows in order of arrival."""
-    return rows[np.argsort(table.request_id[rows])]
-
-
-def _within(table: RowTable, rows: np.ndarray, tokens: int) -> np.ndarray:
-    """As many of the first rows as have at most ``tokens`` prompt tokens together."""
-    return rows[: int(np.searchsorted(np.cumsum(table.prompt_tokens[rows]), tokens, side="right"))]
+def _in_order(table: RowTable, rows: np.ndarray) -> np.ndarray:
+    """Rows with prompts: those that have run a step already, then by arrival."""
+    return rows[np.lexsort((table.request_id[rows], table.last_step.values[rows] < 0))]

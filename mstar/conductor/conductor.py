@@ -13,14 +13,16 @@ from mstar.conductor.admission import Admission
 from mstar.conductor.batching import Batcher
 from mstar.conductor.configs import RequestConfigs
 from mstar.conductor.counters import Counters
-from mstar.conductor.deadlines import NEVER, Deadlines
-from mstar.conductor.departures import EXPIRED, Departures
+from mstar.conductor.deadlines import Deadlines
+from mstar.conductor.departures import Departures
 from mstar.conductor.joining import Joining
 from mstar.conductor.landing import Landing
 from mstar.conductor.lanes import combined_lanes, plain_lanes
 from mstar.conductor.lobby import Lobby
+from mstar.conductor.pace import Pace
 from mstar.conductor.parameters import RefusedParameter
 from mstar.conductor.pools import Pools
+from mstar.conductor.pressure import Pressure
 from mstar.conductor.protocols import ServedModel, StepEngine
 from mstar.conductor.queue import Limits, Waiting
 from mstar.conductor.report import Outbox, StepReport
@@ -29,6 +31,7 @@ from mstar.conductor.rows import RowTable
 from mstar.conductor.steps import Flight, Steps
 from mstar.conductor.stops import StopCheck
 from mstar.conductor.transitions import Transitions
+from mstar.conductor.wait_queue import WaitQueue
 from mstar.graph import compile_walks
 from mstar.utils import knobs
 from mstar.utils.errors import ErrorCode, MstarError, Unavailable
@@ -37,8 +40,9 @@ from mstar.utils.errors import ErrorCode, MstarError, Unavailable
 class Conductor:
     """Decides which requests run and which rows each step has.  One thread calls it.
 
-    A request joins when a row and its pages are free, in order of arrival; it leaves at a step's end.  Every
-    accepted request ends exactly once: in a report's rows, in its failures, or by :meth:`finish`.
+    A request joins when a row and its pages are free, in the order of :class:`~mstar.conductor.wait_queue.WaitQueue`;
+    it leaves at a step's end.  Every accepted request ends exactly once: in a report's rows, in its failures, or by
+    :meth:`finish`.
 
     With ``limits.run_ahead`` a step is launched before the tokens of the one before have come, so two are in the
     device's queue; and up to ``limits.max_steps_ahead`` before that while nobody waits and the engine needs nothing of
@@ -62,11 +66,13 @@ class Conductor:
         self.pools = Pools(engine.resources)
         self._engine = engine
         self._transitions = transitions = Transitions(compile_walks(model.walks), model.next_walk)
+        self._pace = Pace(limits.target_inter_token_ns) if limits.target_inter_token_ns else None
         self._batcher = Batcher(
-            plain_lanes(transitions, engine),
-            combined_lanes(transitions, engine) if limits.mixed_steps else [],
+            plain_lanes(transitions, engine, limits.chunked_prefill),
+            combined_lanes(transitions, engine, limits.chunked_prefill) if limits.mixed_steps else [],
             transitions.entry_state,
             limits.max_batch_tokens,
+            self._pace,
         )
         self._table = RowTable(self.max_running_requests)
         self._admission = Admission(limits, self.pools)
@@ -76,11 +82,19 @@ class Conductor:
         )
         self._outbox = Outbox()
         self._departures = Departures(engine, self._table, self.counters, self._outbox)
-        self._lobby = Lobby(engine.prepare_request, limits, self._departures)
-        self._joining = Joining(self._lobby.queue, self.pools)
+        queue = WaitQueue(limits, self._table, clock)
+        self._lobby = Lobby(queue, engine.prepare_request, limits, self._departures)
+        self._joining = Joining(queue, self.pools)
         stops = StopCheck(limits.vocab_size, model.eos_ids, engine.accept_tokens, self._deadlines)
-        self._steps = Steps(engine, self._table, transitions, self._departures, self.counters, self._outbox)
         self._landing = Landing(engine, self._table, stops, self._departures, self.counters, self._outbox)
+        if self.pools.may_run_out:
+            self._table.keep_history(limits.max_seq_len)
+        self._pressure = Pressure(
+            engine, self._table, self.pools, self._departures, self.counters, transitions.entry_state
+        )
+        self._steps = Steps(
+            engine, self._table, transitions, self._departures, self._pressure, self.counters, self._outbox
+        )
         self._flights: deque[Flight] = deque()  # launched and not landed, oldest first
         self._plans_ahead = knobs.pre_plan_spec()
         self._ids = itertools.count()
@@ -116,7 +130,7 @@ class Conductor:
         Raises:
             InvalidArgument: it can never run: prompt empty, too long or outside the vocabulary, or larger than the
                 whole KV cache; or a parameter is outside its contract, or asks for what the model does not have.
-            Unavailable: the queue is full, the engine drains, or the request's time has run out already.
+            Unavailable: the queue is full, the engine drains, or the request's time is over or shorter than a step.
         """
         if self._is_draining:
             self.counters.refused["draining"] += 1
@@ -129,9 +143,10 @@ class Conductor:
             self._departures.end_unrun(waiting, FinishReason.LENGTH)
             return request_id
         if request.deadline_ns:
-            if request.deadline_ns <= self._deadlines.now_ns():
+            shortfall = self._deadlines.shortfall(request.deadline_ns)
+            if shortfall is not None:
                 self.counters.refused["deadline"] += 1
-                raise Unavailable(EXPIRED)
+                raise Unavailable(shortfall)
             self._deadlines.add(request.deadline_ns)
         self._lobby.add(waiting)
         self._join()
@@ -190,6 +205,8 @@ class Conductor:
         if self._deadlines.are_due():
             self._expire()
         self._lobby.take_prepared()
+        if len(self._pressure):
+            self._pressure.come_back(bool(self._flights))
         self._join()
         flights, ahead = self._flights, self._steps_ahead()
         num_before = len(flights)
@@ -199,7 +216,7 @@ class Conductor:
         self._settle()
         is_idle = len(flights) <= num_before
         if flights and (is_idle or len(flights) > ahead):
-            self._landing.land(flights.popleft())
+            self._land(flights.popleft())
             if is_idle and self._table.waits_for_host.count:
                 self._launch()  # of rows that waited for what has landed
             self._settle()
@@ -236,9 +253,17 @@ class Conductor:
         if pick is None:
             return False
         self._batcher.ran(self._table, pick)
+        launched_ns = self._deadlines.now_ns()
         flight = self._steps.launch(pick)
+        flight.launched_ns = launched_ns
         self._flights.append(flight)
         return flight.is_settled
+
+    def _land(self, flight: Flight) -> None:
+        self._landing.land(flight)
+        now_ns = self._deadlines.landed(flight.launched_ns)
+        if self._pace is not None:
+            self._pace.landed(flight.launched_ns, now_ns, flight.prompt_tokens)
 
     def _plan_ahead(self) -> None:
         """Has the engine plan what the next call launches, should nothing change until then."""
@@ -247,18 +272,20 @@ class Conductor:
             self._engine.pre_plan(pick.batch)
 
     def _expire(self) -> None:
-        """Ends requests whose time is over, but for rows in flight, which end as they land, with one more token."""
+        """Ends requests whose time is over, but for rows with a token in flight, which end as it lands."""
         now, table = self._deadlines.now_ns(), self._table
         queued = self._lobby.expire(now)
         late = (table.deadline_ns <= now).nonzero()[0]
         for flight in self._flights:
-            late = np.setdiff1d(late, flight.rows)
+            late = np.setdiff1d(late, flight.drawing_rows)
         for row in late.tolist():
             self._departures.end(row, FinishReason.TIMEOUT)
-        self._deadlines.reset(min(queued, default=NEVER), int(table.deadline_ns.min()))
+        self._deadlines.reset(queued, int(table.deadline_ns.min()))
 
     def _join(self) -> None:
         """Moves waiting requests into rows while rows and pages last."""
+        if len(self._pressure):
+            return
         while self._table.num_running < self.max_running_requests:
             waiting = self._joining.next()
             if waiting is None:
@@ -275,7 +302,7 @@ class Conductor:
                 else:
                     self._departures.fail_unrun(waiting, ErrorCode.INTERNAL, str(error))
                 continue
-            self._lobby.queue.remove(waiting.request_id)
+            self._lobby.queue.join(waiting)
             self._table.join(waiting, self._transitions.entry_state)
             self.counters.prompt_tokens += waiting.request.num_prompt_tokens
             self.counters.cached_prompt_tokens += info.cached_tokens

@@ -57,7 +57,8 @@ class RequestConfigs:
                 prompt_tokens=prompt_ids.size,
                 max_tokens=limit,
                 prompt_ids=prompt_ids,
-                use_prefix_cache=request.num_prompt_logprobs < 0,  # cached positions have no logits
+                prefix_salt=_prefix_salt(request),
+                use_prefix_cache=not request.no_cache and request.num_prompt_logprobs < 0,  # cached: no logits
             )
         return RequestInfo(request_id=request_id, prompt_ids=prompt_ids, max_tokens=limit, resource_configs=configs)
 
@@ -137,6 +138,13 @@ class RequestConfigs:
             prompt_ids=prompt_ids if asks_prompt else None,
         )
         configs.update((spec.resource_key, config) for spec in self._observers)
+
+
+def _prefix_salt(request: EngineRequest) -> str:
+    """Equal only for equal tenant and cache_salt: the tenant stands behind its length."""
+    if not (request.tenant or request.cache_salt):
+        return ""
+    return f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"
 
 
 def _of(specs: Sequence[NodeResourceSpec], kind: type[_Spec]) -> list[_Spec]:

@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 
 NEVER = 2**63 - 1
+EXPIRED = "timeout_ms: the request's time ran out before it could run"
+MIN_STEPS = 100  # before which it is not known how fast a step can be
+SAFETY = 2  # so many times faster than ever before a step may still be
 
 
 class Deadlines:
@@ -18,6 +21,38 @@ class Deadlines:
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.now_ns = clock
         self._earliest = NEVER
+        self._quickest_ns = NEVER  # step of all so far
+        self._num_steps = 0
+        self._landed_ns = 0
+
+    def landed(self, launched_ns: int) -> int:
+        """A step that was launched then has landed; what time it is.
+
+        Steps run one after the other, so it took at least the time since the later of its launch and the last landing.
+        """
+        now_ns = self.now_ns()
+        self._num_steps += 1
+        self._quickest_ns = min(self._quickest_ns, now_ns - max(launched_ns, self._landed_ns))
+        self._landed_ns = now_ns
+        return now_ns
+
+    def shortfall(self, deadline_ns: int) -> str | None:
+        """Why a request that comes now cannot have a token by its deadline, in words; None where it may.
+
+        Every request takes a step of its own, and none is taken to be faster than 1 / ``SAFETY`` of the quickest that
+        there was, once there were ``MIN_STEPS``.  How long others will keep their rows is not known, since any of them
+        may end or be cancelled at once, so the queue refuses nobody here.
+        """
+        left_ns = deadline_ns - self.now_ns()
+        if left_ns <= 0:
+            return EXPIRED
+        least_ns = self._quickest_ns // SAFETY
+        if self._num_steps < MIN_STEPS or left_ns >= least_ns:
+            return None
+        return (
+            f"timeout_ms: at least {least_ns / 1e6:.3f} ms before the deadline, which is 1/{SAFETY} of the quickest "
+            f"step so far, got {left_ns / 1e6:.3f} ms"
+        )
 
     def add(self, deadline_ns: int) -> None:
         self._earliest = min(self._earliest, deadline_ns)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mstar.conductor.counters import Counters
+from mstar.conductor.deadlines import EXPIRED
 from mstar.conductor.protocols import StepEngine
 from mstar.conductor.queue import Waiting
 from mstar.conductor.report import Failure, Outbox
 from mstar.conductor.request import FinishReason
 from mstar.conductor.rows import RowTable
 from mstar.utils.errors import ErrorCode, MstarError
-
-EXPIRED = "timeout_ms: the request's time ran out before it could run"
 
 
 class Departures:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from mstar.conductor.pools import Pools
-from mstar.conductor.queue import Waiting, WaitQueue
+from mstar.conductor.queue import Waiting
+from mstar.conductor.wait_queue import WaitQueue
 
 
 class Joining:
-    """First come, first served; where the pools fill gaps, others may pass a head that has to wait for pages.
+    """The queue's order; where the pools fill gaps, others may pass a head that has to wait for pages.
 
     A refusal is remembered until the pools or the head change.
     """

@@ -55,25 +55,40 @@ class Landing:
             return
         if result.errors:
             self._departures.fail_all(result.errors)
-        rows, ids, is_last = flight.rows, flight.request_ids, flight.is_last
+        rows, ids, is_last, is_partial = flight.rows, flight.request_ids, flight.is_last, flight.is_partial
         if len(result.request_ids) != rows.size:
             came = np.isin(ids, np.array(result.request_ids, np.int64))
-            rows, ids, is_last = rows[came], ids[came], _those(is_last, came)
+            rows, ids = rows[came], ids[came]
+            is_last, is_partial = _those(is_last, came), _those(is_partial, came)
         if not rows.size:
             return
         tokens, fault = result.host["new_token"], result.host.get("fault")
         counts: np.ndarray | None = None
-        if self._table.num_left != flight.num_left or (fault is not None and np.count_nonzero(fault)):
-            counts = self._sort_out(rows, ids, fault)
+        has_left = self._table.num_left != flight.num_left
+        if has_left or is_partial is not None or (fault is not None and np.count_nonzero(fault)):
+            counts = self._sort_out(rows, ids, fault, result, is_partial)
             rows, tokens, is_last = rows[counts], tokens[counts], _those(is_last, counts)
         if rows.size:
             self._report(_Landed(rows, tokens, is_last, result, counts))
         self._clock.mark("post_process")
 
-    def _sort_out(self, rows: np.ndarray, ids: np.ndarray, fault: np.ndarray | None) -> np.ndarray:
-        """Which rows count, bool [n]: not those whose request has left, nor broken ones, whose request ends here."""
+    def _sort_out(
+        self,
+        rows: np.ndarray,
+        ids: np.ndarray,
+        fault: np.ndarray | None,
+        result: StepResult,
+        is_partial: np.ndarray | None,
+    ) -> np.ndarray:
+        """Which rows count, bool [n]: not those whose request has left, nor those of which more of the prompt follows,
+        nor broken ones, whose request ends here."""
         counts = self._table.request_id[rows] == ids
-        self._counters.discarded_tokens += int(rows.size - counts.sum())
+        has_left = ~counts
+        if is_partial is not None:
+            self._hear_prompts(rows[counts & is_partial], result)
+            has_left &= ~is_partial
+            counts &= ~is_partial
+        self._counters.discarded_tokens += int(np.count_nonzero(has_left))
         if fault is not None:
             broken = (counts & (fault != 0)).nonzero()[0]
             codes = faults.codes_of(fault[broken], self._table.is_constrained[rows[broken]])
@@ -134,12 +149,22 @@ class Landing:
             records = row_logprobs.of_tokens(landed.result.host, landed.in_host(places), num_top)
             self._outbox.add_logprobs(places, records)
 
-    def _tell_prompts(self, landed: _Landed) -> None:
-        """Of rows that asked, what this step told of their prompts; all of it is told with the first token."""
+    def _hear_prompts(self, rows: np.ndarray, result: StepResult) -> None:
+        """Keeps what a step told of the prompts of those rows int64 [n] that asked."""
         table = self._table
-        for row in landed.rows[table.asks_prompt.values[landed.rows]].tolist():
-            outputs = landed.result.outputs.get(int(table.request_id[row]), {})
-            records = row_logprobs.of_prompt(outputs, int(table.num_prompt_logprobs[row]))
+        for row in rows[table.asks_prompt.values[rows]].tolist() if table.asks_prompt.count else ():
+            request_id = int(table.request_id[row])
+            records = row_logprobs.of_prompt(result.outputs.get(request_id, {}), int(table.num_prompt_logprobs[row]))
+            table.heard.setdefault(row, []).append(records)
+
+    def _tell_prompts(self, landed: _Landed) -> None:
+        """Of rows that asked, what this step and those before it told of their prompts: with the first token."""
+        table = self._table
+        rows = landed.rows[table.asks_prompt.values[landed.rows]]
+        self._hear_prompts(rows, landed.result)
+        for row in rows.tolist():
+            heard = table.heard.pop(row)
+            records = heard[0] if len(heard) == 1 else np.concatenate(heard)
             self._outbox.add_prompt_logprobs(PromptLogprobs(int(table.client[row]), int(table.ticket[row]), records))
             table.asks_prompt.write(row, False)
 
@@ -154,6 +179,7 @@ class Landing:
 
     def _keep(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         self._counters.generated_tokens += tokens.size
+        self._table.record(rows, tokens)
         self._engine.extend_prefix_chains(rows, tokens)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Iterator
 
-from mstar.conductor.deadlines import deadline_of
+from mstar.conductor.deadlines import NEVER
 from mstar.conductor.departures import Departures
 from mstar.conductor.parameters import RefusedParameter
 from mstar.conductor.preparing import Prepare, Preparing
-from mstar.conductor.queue import Limits, Waiting, WaitQueue
+from mstar.conductor.queue import Limits, Waiting
+from mstar.conductor.wait_queue import WaitQueue
 from mstar.utils.errors import ErrorCode
 
 log = logging.getLogger(__name__)
@@ -18,14 +20,19 @@ log = logging.getLogger(__name__)
 class Lobby:
     """A request that needs preparation joins the queue once that is done."""
 
-    def __init__(self, prepare: Prepare, limits: Limits, departures: Departures) -> None:
-        self.queue = WaitQueue()
+    def __init__(self, queue: WaitQueue, prepare: Prepare, limits: Limits, departures: Departures) -> None:
+        self.queue = queue
         self._preparing = Preparing(prepare)
         self._limits = limits
         self._departures = departures
+        # Deadlines and ids, a heap; of those that have left too, until their time comes or they are most of it.
+        self._deadlines: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         return len(self.queue) + len(self._preparing)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self.queue or request_id in self._preparing
 
     def __iter__(self) -> Iterator[Waiting]:
         """All of them; they may leave meanwhile."""
@@ -37,6 +44,11 @@ class Lobby:
         return self.queue.num_tokens + self._preparing.num_tokens
 
     def add(self, waiting: Waiting) -> None:
+        if waiting.request.deadline_ns:
+            if len(self._deadlines) > 2 * len(self) + 64:
+                self._deadlines = [each for each in self._deadlines if each[1] in self]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (waiting.request.deadline_ns, waiting.request_id))
         if any(config.needs_preparation for config in waiting.info.resource_configs.values()):
             self._preparing.add(waiting)
         else:
@@ -65,14 +77,11 @@ class Lobby:
                 message = f"the engine failed: {type(error).__name__}: {error}"
                 self._departures.fail_unrun(waiting, ErrorCode.INTERNAL, message)
 
-    def expire(self, now_ns: int) -> list[int]:
-        """Ends those whose deadline has come; the deadlines of the others."""
-        remaining = []
-        for waiting in self:
-            deadline = deadline_of(waiting.request.deadline_ns)
-            if deadline <= now_ns:
-                self.remove(waiting.request_id)
+    def expire(self, now_ns: int) -> int:
+        """Ends those whose deadline has come; the earliest deadline of the others, :data:`NEVER` without one."""
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][0] <= now_ns or deadlines[0][1] not in self):
+            waiting = self.remove(heapq.heappop(deadlines)[1])
+            if waiting is not None:
                 self._departures.expire(waiting)
-            else:
-                remaining.append(deadline)
-        return remaining
+        return deadlines[0][0] if deadlines else NEVER

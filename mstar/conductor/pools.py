@@ -29,6 +29,12 @@ class PagePool(Protocol):
     def free_pages(self) -> int: ...
 
     @property
+    def promised_pages(self) -> int: ...
+
+    @property
+    def admission_fit(self) -> str: ...
+
+    @property
     def admission_order(self) -> str: ...
 
     @property
@@ -56,6 +62,16 @@ class Pools:
     def capacity_tokens(self) -> int | None:
         """Longest stream that an empty engine holds; None without pools."""
         return min((pool.num_usable_pages * pool.config.page_size for pool in self._pools.values()), default=None)
+
+    @property
+    def may_run_out(self) -> bool:
+        """Whether requests may join that do not find free all pages they may come to hold."""
+        return any(pool.admission_fit != "sum" for pool in self._pools.values())
+
+    def have_room(self, tokens: int, spare: int) -> bool:
+        """Whether a stream of ``tokens`` fits now, beside what prompts that run are promised, and leaves ``spare``
+        pages."""
+        return all(pool.pages_for(tokens) + spare <= _unpromised(pool) for pool in self._pools.values())
 
     @property
     def num_pages(self) -> int:
@@ -98,6 +114,11 @@ class Pools:
     def may_pass(self, configs: Mapping[str, ResourceReqConfig], head: Mapping[str, ResourceReqConfig]) -> bool:
         """Whether it may do so before ``head``, which waits longer and cannot join yet, at no cost to it."""
         return all(pool.may_pass(_of(configs, key), _of(head, key)) for key, pool in self._pools.items())
+
+
+def _unpromised(pool: PagePool) -> int:
+    """Free pages less what prompts that run still take; other pools promise also what may never be taken."""
+    return pool.free_pages - (pool.promised_pages if pool.admission_fit == "none" else 0)
 
 
 def _window(pool: PagePool) -> int:

@@ -41,6 +41,9 @@ class Preparing:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
     def __iter__(self) -> Iterator[Waiting]:
         """Those that are not ready yet, or were not taken, longest first; not to be changed meanwhile."""
         return iter(self._requests.values())

@@ -1,10 +1,7 @@
-"""Requests that wait for room, first come first served, within bounds."""
+"""What the conductor lets in, and a request that it let in."""
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,9 +14,13 @@ class Limits:
     """What the conductor lets in, and how it runs it.
 
     ``max_queued_tokens`` 0 is no bound; it counts prompt tokens.  ``max_batch_tokens`` bounds the prompt tokens of
-    one step, unless a single prompt is longer.  ``run_ahead`` launches a step before the tokens of the one before
-    are on the host, ``max_steps_ahead`` of them where all they need is on the device; ``mixed_steps`` runs prompts
-    beside rows that generate, where the model has a walk for it.
+    one step; a prompt that does not fit comes in parts with ``chunked_prefill``, else in a step of its own.
+    ``target_inter_token_ns`` lets rows that generate wait about that long for a step with parts of prompts, 0 for as
+    long as it takes.  ``run_ahead`` launches a step before the tokens of the one before are on the host,
+    ``max_steps_ahead`` of them where all they need is on the device; ``mixed_steps`` runs prompts beside rows that
+    generate, where the model has a walk for it.  A request that waits gains one level of priority every
+    ``priority_ageing_s`` seconds, and in the fair share between tenants a generated token counts as
+    ``output_token_weight`` prompt tokens: see :class:`~mstar.conductor.wait_queue.WaitQueue`.
     """
 
     max_running_requests: int
@@ -31,6 +32,10 @@ class Limits:
     run_ahead: bool = False
     max_steps_ahead: int = 1
     mixed_steps: bool = False
+    chunked_prefill: bool = True
+    target_inter_token_ns: int = 0
+    priority_ageing_s: float = 1.0
+    output_token_weight: float = 2.0
 
     def refusal(self, num_waiting: int, num_tokens: int) -> str | None:
         """Which bound so many requests that wait, with so many prompt tokens, exceed, in words; None: they may wait."""
@@ -53,38 +58,3 @@ class Waiting(NamedTuple):
     request: EngineRequest
     limit: int
     info: RequestInfo
-
-
-class WaitQueue:
-    """First in, first out; any request can leave at any time."""
-
-    def __init__(self) -> None:
-        self._requests: OrderedDict[int, Waiting] = OrderedDict()
-        self.num_tokens = 0
-        self.num_pushed = 0  # ever: tells whether somebody arrived since
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Waiting]:
-        """All, longest first; not to be changed meanwhile."""
-        return iter(self._requests.values())
-
-    def push(self, waiting: Waiting) -> None:
-        self._requests[waiting.request_id] = waiting
-        self.num_tokens += waiting.request.num_prompt_tokens
-        self.num_pushed += 1
-
-    def head(self) -> Waiting | None:
-        """The one that waits longest."""
-        return next(iter(self._requests.values()), None)
-
-    def first(self, count: int) -> Iterator[Waiting]:
-        """The ``count`` that wait longest, in order."""
-        return itertools.islice(self._requests.values(), count)
-
-    def remove(self, request_id: int) -> Waiting | None:
-        waiting = self._requests.pop(request_id, None)
-        if waiting is not None:
-            self.num_tokens -= waiting.request.num_prompt_tokens
-        return waiting

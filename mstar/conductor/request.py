@@ -10,6 +10,7 @@ import numpy as np
 _INT32 = np.dtype("<i4")
 NO_TOKEN = -1  # in a row of tokens: the row brings none (an end-of-sequence token is no output)
 MAX_LOGPROBS = 20  # most likely tokens that are told of a position
+MAX_PRIORITY = 100  # of a request, either way
 
 # What is told of one position: its token's log-probability in the model's own distribution and its rank there (1 is
 # the most likely), then as many of the most likely tokens as were asked for, the rest -1 and 0.
@@ -84,6 +85,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     end-of-sequence token, also with ``ignore_eos``; neither can be drawn before ``min_tokens`` tokens exist.
     ``num_logprobs`` and ``num_prompt_logprobs``: most likely tokens to tell of each generated and each prompt token;
     0 tells of the token itself, -1 of nothing.  ``deadline_ns`` is on the monotonic clock of the machine; 0 is none.
+    ``request_priority``, higher is sooner, is at most :data:`MAX_PRIORITY` either way; ``tenant`` is whose share of the
+    engine it takes.  Prompts share cached prefixes only under equal ``tenant`` and ``cache_salt``; with ``no_cache``
+    it neither reads nor fills the prefix cache.
     """
 
     prompt_ids: bytes
@@ -106,6 +110,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
     deadline_ns: int = 0
+    request_priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    no_cache: bool = False
 
     @property
     def bars_tokens(self) -> bool:

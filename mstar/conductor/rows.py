@@ -16,14 +16,16 @@ class RowTable:
 
     ``state``: where the request's next step is, from what was launched so far; IDLE without a request, and when its
     last token was launched.  ``rounds``: of the loop it is in.  ``limit``: most tokens it may generate.
-    ``issued``: tokens whose step was launched, ``generated``: those that came to the host.  ``prompt_tokens``: what
-    its first step brings, the prompt less its cached prefix.  ``is_held``: sits out steps until another request
-    leaves.  ``is_constrained``: its parameters bar tokens.  ``waits_for_host``: its next step needs its last token on
-    the host.  ``last_step``: number of the step that
-    ran it last, -1 before its first.  ``stop_ids`` [capacity, most per request], padded with -1.  ``deadline_ns``:
-    when it must end.  ``asks_logprobs``: of its tokens, and ``num_logprobs`` how many of the most likely, -1 none;
-    ``asks_prompt``: of its prompt.  ``num_left`` counts departures; ``version`` moves with every change of which
-    rows are ready for what.
+    ``issued``: tokens whose step was launched, ``generated``: those that came to the host.  ``prompt_size``: tokens of
+    its prompt.  ``prompt_left``: of those that are run as a prompt, less ``cached_tokens``, how many no launched step
+    has brought; ``prompt_at``: where they begin.  ``is_held``: sits out steps until another request leaves.
+    ``is_constrained``: its parameters bar tokens.  ``waits_for_host``: its next step needs its last token on the host.
+    ``last_step``: number of the step that ran it last, -1 before its first.  ``stop_ids`` [capacity, most per request],
+    padded with -1.  ``priority``: of the request.  ``deadline_ns``: when it must end.  ``asks_logprobs``: of its
+    tokens, and ``num_logprobs`` how many of the most likely, -1 none; ``asks_prompt``: of its prompt.  ``history``
+    int32 [capacity, most tokens]: what it generated; None where nobody asks (:meth:`keep_history`).  ``heard``: by row,
+    what was told of its prompt in steps that did not bring the end of it.  ``num_left``
+    counts departures; ``version`` moves with every change of which rows are ready for what.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -32,7 +34,9 @@ class RowTable:
         self.ticket = np.zeros(capacity, np.int64)
         self.state = np.full(capacity, IDLE, np.int64)
         self.rounds = RowCounts(capacity)
-        self.prompt_tokens = np.zeros(capacity, np.int64)
+        self.prompt_left = np.zeros(capacity, np.int64)
+        self.prompt_at = np.zeros(capacity, np.int64)
+        self.cached_tokens = np.zeros(capacity, np.int64)
         self.issued = RowCounts(capacity)
         self.generated = RowCounts(capacity)
         self.limit = np.zeros(capacity, np.int64)
@@ -49,6 +53,10 @@ class RowTable:
         self.num_prompt_logprobs = np.full(capacity, -1, np.int64)
         self.infos = np.full(capacity, None, object)  # of RequestInfo
         self.row_of: dict[int, int] = {}
+        self.priority = np.zeros(capacity, np.int64)
+        self.prompt_size = np.zeros(capacity, np.int64)
+        self.history: np.ndarray | None = None
+        self.heard: dict[int, list[np.ndarray]] = {}
         self.num_left = 0
         self.version = 0
         self._has_held = False
@@ -73,7 +81,8 @@ class RowTable:
         self.ticket[row] = waiting.ticket
         self.state[row] = state
         self.rounds.values[row] = 0
-        self.prompt_tokens[row] = request.num_prompt_tokens - info.cached_tokens
+        self.prompt_left[row] = request.num_prompt_tokens - info.cached_tokens
+        self.prompt_at[row] = self.cached_tokens[row] = info.cached_tokens
         self.issued.values[row] = 0
         self.generated.values[row] = 0
         self.limit[row] = waiting.limit
@@ -86,14 +95,22 @@ class RowTable:
         self.num_logprobs[row] = request.num_logprobs
         self.asks_prompt.write(row, request.num_prompt_logprobs >= 0)
         self.num_prompt_logprobs[row] = request.num_prompt_logprobs
+        self.priority[row] = request.request_priority
+        self.prompt_size[row] = request.num_prompt_tokens
         self.last_step.values[row] = -1
         self._write_stop_ids(row, request.stop_ids)
         self.infos[row] = info
         self.row_of[waiting.request_id] = row
         self.version += 1
 
+    def bring(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """A step with ``tokens`` int64 [n] of the prompts of rows int64 [n] was launched."""
+        self.prompt_left[rows] -= tokens
+        self.prompt_at[rows] += tokens
+        self.version += 1
+
     def launched(self, rows: np.ndarray) -> None:
-        """A step of rows int64 [n] was launched."""
+        """A step was launched that draws a token of rows int64 [n]."""
         self.issued.raise_by_one(rows)
         if self.waits_for_host.count:
             self.version += 1
@@ -103,6 +120,23 @@ class RowTable:
         self.generated.raise_by_one(rows)
         if self.waits_for_host.count:
             self.version += 1
+
+    def keep_history(self, most_tokens: int) -> None:
+        """From now on :meth:`record` has room for as many generated tokens per row."""
+        self.history = np.zeros((self.request_id.size, most_tokens), np.int32)  # memory as it is written to
+
+    def record(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """The tokens int64 [n] that have landed last of rows int64 [n]."""
+        if self.history is not None:
+            self.history[rows, self.generated.values[rows] - 1] = tokens
+
+    def come_back(self, row: int, state: int, num_tokens: int, cached_tokens: int) -> None:
+        """A row that gave its pages up runs all ``num_tokens`` that it has as a prompt."""
+        self.state[row] = state
+        self.prompt_left[row] = num_tokens - cached_tokens
+        self.prompt_at[row] = self.cached_tokens[row] = cached_tokens
+        self.rounds.values[row] = 0
+        self.version += 1
 
     def move(self, rows: np.ndarray, states: np.ndarray | int) -> None:
         """Rows int64 [n] stand elsewhere in their walks, or nowhere (IDLE)."""
@@ -114,17 +148,23 @@ class RowTable:
         self.is_held[rows] = self._has_held = True
         self.version += 1
 
+    def release_held(self) -> None:
+        """Held rows may try again: something was freed."""
+        if self._has_held:
+            self.is_held[:] = self._has_held = False
+            self.version += 1
+
     def leave(self, row: int) -> None:
         """Clears a row.  Held rows may try again: something was freed."""
         del self.row_of[int(self.request_id[row])]
         self.request_id[row] = -1
         self.state[row] = IDLE
         self.infos[row] = None
+        self.heard.pop(row, None)
         self.deadline_ns[row] = NEVER
         for flags in (self.waits_for_host, self.asks_logprobs, self.asks_prompt):
             flags.write(row, False)
-        if self._has_held:
-            self.is_held[:] = self._has_held = False
+        self.release_held()
         self.num_left += 1
         self.version += 1
         if not self.row_of:

@@ -12,6 +12,7 @@ from mstar.conductor.batching import Pick
 from mstar.conductor.counters import Counters
 from mstar.conductor.departures import Departures
 from mstar.conductor.lanes import Lane
+from mstar.conductor.pressure import Pressure
 from mstar.conductor.protocols import StepEngine
 from mstar.conductor.report import Outbox
 from mstar.conductor.request import FinishReason
@@ -28,19 +29,29 @@ log = logging.getLogger(__name__)
 class Flight:
     """A launched step: the rows that run and the requests they belonged to, int64 [n].
 
-    ``is_last`` bool [n]: no step of the row follows; None where that is true of nobody.  ``handle`` is None when
-    nothing runs: then ``refused`` or ``errors`` says why.  ``num_left``: departures before the launch.
-    ``is_settled``: there is nothing (more) to be done about what could not run.
+    ``is_last`` bool [n]: no step of the row follows; None where that is true of nobody.  ``is_partial`` bool [n]: more
+    of the row's prompt follows, so what it drew is nothing; None likewise.  ``handle`` is None when nothing runs: then
+    ``refused`` or ``errors`` says why.  ``num_left``: departures before the launch.  ``is_settled``: there is nothing
+    (more) to be done about what could not run.  ``prompt_tokens`` it brings in all; ``launched_ns``: when, where
+    somebody times steps.
     """
 
     rows: np.ndarray
     request_ids: np.ndarray
     num_left: int
     is_last: np.ndarray | None = None
+    is_partial: np.ndarray | None = None
     handle: InFlight | None = None
     refused: AdmitOutcome | None = None
     errors: Mapping[int, Exception] = field(default_factory=dict)
     is_settled: bool = True
+    prompt_tokens: int = 0
+    launched_ns: int = 0
+
+    @property
+    def drawing_rows(self) -> np.ndarray:
+        """Rows whose draw is their next token, int64."""
+        return self.rows if self.is_partial is None else self.rows[~self.is_partial]
 
 
 class Steps:
@@ -55,10 +66,12 @@ class Steps:
         table: RowTable,
         transitions: Transitions,
         departures: Departures,
+        pressure: Pressure,
         counters: Counters,
         outbox: Outbox,
     ) -> None:
         self._engine = engine
+        self._pressure = pressure
         self._table = table
         self._transitions = transitions
         self._departures = departures
@@ -81,17 +94,30 @@ class Steps:
         flight.refused, flight.errors = handle.refused, handle.errors
         flight.is_settled = bool(handle.request_ids) and not handle.errors
         if handle.request_ids:
+            prompt_tokens = pick.prompt_tokens
             if len(handle.request_ids) != pick.rows.size:  # some rows failed or were skipped
                 flight.request_ids = np.array(handle.request_ids, np.int64)
-                flight.rows = np.array([self._table.row_of[each] for each in handle.request_ids], np.int64)
+                ran = np.isin(pick.request_ids, flight.request_ids)
+                flight.rows = pick.rows[ran]
+                prompt_tokens = None if prompt_tokens is None else prompt_tokens[ran]
             flight.handle = handle
+            if prompt_tokens is not None:
+                self._bring(flight, prompt_tokens)
             self._advance(flight, pick.lane)
             self._outbox.add_launch(flight.rows.size)
         self._clock.mark("routing")
         return flight
 
+    def _bring(self, flight: Flight, prompt_tokens: np.ndarray) -> None:
+        """``prompt_tokens`` int64 [n] of the rows' prompts are on their way."""
+        brings = prompt_tokens > 0
+        self._table.bring(flight.rows[brings], prompt_tokens[brings])
+        flight.prompt_tokens = int(prompt_tokens.sum())
+        is_partial = self._table.prompt_left[flight.rows] > 0
+        flight.is_partial = is_partial if is_partial.any() else None
+
     def _advance(self, flight: Flight, lane: Lane) -> None:
-        table, rows = self._table, flight.rows
+        table, rows = self._table, flight.drawing_rows
         table.launched(rows)
         if len(lane.states) == 1 and self._transitions.repeats(lane.states[0]):
             table.rounds.raise_by_one(rows)
@@ -104,9 +130,14 @@ class Steps:
         self._launched_last = None, 0
         rounds = table.rounds.values
         states, rounds[rows] = self._transitions.advance(table.state[rows], rounds[rows])
-        flight.is_last = (table.issued.values[rows] >= table.limit[rows]) | (states == DONE)
-        states[flight.is_last] = IDLE
+        is_last = (table.issued.values[rows] >= table.limit[rows]) | (states == DONE)
+        states[is_last] = IDLE
         table.move(rows, states)
+        if flight.is_partial is not None:
+            flight.is_last = np.zeros(flight.rows.size, bool)
+            flight.is_last[~flight.is_partial] = is_last
+        else:
+            flight.is_last = is_last
 
     def _advance_in_place(self, flight: Flight, state: int) -> None:
         """Rows that stay in their state until they are done; also finds how long all of them go on."""
@@ -135,7 +166,7 @@ class Steps:
         """After a refused admission: the newest rows sit out until somebody leaves; the oldest goes on.
 
         Reservations make this rare.  Half of the rows are held at a time, so a step is tried again soon; when not
-        even one row fits and nobody else can run, one request ends, which frees what it held.
+        even one row fits and nobody else can run, one request gives its pages up (:class:`Pressure`), or ends.
         """
         self._counters.refused_admissions += 1
         table, reason = self._table, outcome.reason
@@ -154,6 +185,8 @@ class Steps:
             return
         if running.size == 1:
             self._departures.end(int(running[0]), FinishReason.LENGTH)
+            return
+        if self._pressure.give_way(running):
             return
         newest = int(running[np.argmax(table.request_id[running])])
         self._departures.fail(newest, Unavailable("the KV cache is exhausted"))

@@ -20,14 +20,17 @@ class Batch:
     """Rows of one (node, walk), in the order the forward sees them.
 
     In a combined walk ``row_walks`` names each row's own walk; rows of the combined walk's first constituent come
-    first.  ``request_ids`` are the infos' own, for a caller that has them already.  While its membership is unchanged,
-    hand the engine the same object again: the step's preparation is reused.
+    first.  ``prompt_parts``: of each row, begin and end of the prompt tokens that this step runs; None where a row has
+    no part of a prompt, or for all rows, then whole prompts less what is cached.  ``request_ids`` are the infos' own,
+    for a caller that has them already.  While its membership is unchanged, hand the engine the same object again: the
+    step's preparation is reused.
     """
 
     node: str
     graph_walk: str
     infos: Sequence[RequestInfo]
     row_walks: Sequence[str] | None = None
+    prompt_parts: Sequence[tuple[int, int] | None] | None = None
     request_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

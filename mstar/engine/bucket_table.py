@@ -136,14 +136,14 @@ class BucketTable:
         caps = [max(batch_sizes(c)) for c in self._configs if c.caps_eager_batch_size and graph_walk in _walks(c)]
         return max(caps, default=None)
 
-    def max_packed_tokens_for(self, graph_walk: str) -> int | None:
-        """Most input tokens a packed bucket of this walk holds; None when none serves it."""
-        lengths = [
+    def packed_sizes_for(self, graph_walk: str) -> tuple[int, ...]:
+        """Input tokens that packed buckets of this walk hold, ascending; empty when none serves it."""
+        lengths = {
             key.num_tokens // _multiplier(config)
             for key, (_, config) in self._config_of.items()
             if self._is_packed(key) and graph_walk in _walks(config)
-        ]
-        return max(lengths, default=None)
+        }
+        return tuple(sorted(lengths))
 
     def _fits(
         self, key: BucketKey, walk: str, bs: int, num_tokens: int, key_info: Hashable | None, equal_rows: bool

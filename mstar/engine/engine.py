@@ -190,6 +190,46 @@ class Engine:
             self._planner.clear()  # before its row and pages go to another request
         self._requests.remove(request_id)
 
+    @_in_inference_mode
+    def release(self, info: RequestInfo) -> None:
+        """Frees the pages of a request that no step in flight has; it keeps its row until :meth:`resume`."""
+        self._planner.clear()
+        for node in self._nodes.values():
+            node.prepared.clear()
+        self._requests.release(info)
+
+    @_in_inference_mode
+    def offload(self, info: RequestInfo) -> bool:
+        """Moves the pages of a request that no step in flight has to the host; False, and no effect, where a resource
+        has no room there."""
+        self._planner.clear()
+        for node in self._nodes.values():
+            node.prepared.clear()
+        return self._requests.offload(info)
+
+    @_in_inference_mode
+    def reload(self, info: RequestInfo) -> bool:
+        """The inverse; False, and no effect, where there is no room now."""
+        self._planner.settle()
+        return self._requests.reload(info)
+
+    @_in_inference_mode
+    def resume(
+        self,
+        info: RequestInfo,
+        prompt_ids: np.ndarray,
+        configs: Mapping[str, ResourceReqConfig],
+        has_generated: bool,
+    ) -> None:
+        """A released request comes back: ``prompt_ids`` int64 [tokens] are all tokens it has, to be run as a prompt
+        behind ``info.cached_tokens``; their last draw is its next token.  ``has_generated``: some of them are drawn.
+
+        Raises:
+            ValueError: a resource refuses; the request is released still.
+        """
+        self._planner.settle()
+        self._requests.resume(info, prompt_ids, configs, has_generated)
+
     def _forget(self, request_id: int) -> None:
         for node in self._nodes.values():
             node.submodule.cleanup_request(request_id)
@@ -239,9 +279,13 @@ class Engine:
         bounds = (entry.submodule.max_batch_size(graph_walk), entry.runner.max_batch_size_for(graph_walk))
         return min((bound for bound in bounds if bound is not None), default=None)
 
-    def max_packed_tokens(self, node: str, graph_walk: str) -> int | None:
-        """Most tokens one captured packed step of this walk holds (more run eager); None without such captures."""
-        return self._nodes[node].runner.max_packed_tokens_for(graph_walk)
+    def packed_sizes(self, node: str, graph_walk: str) -> tuple[int, ...]:
+        """Tokens that captured packed steps of this walk hold, ascending (more run eager); empty without such."""
+        return self._nodes[node].runner.packed_sizes_for(graph_walk)
+
+    def splits_prompts(self, node: str) -> bool:
+        """Whether steps of this node may run parts of prompts."""
+        return self._nodes[node].submodule.supports_chunked_prefill
 
     def combined_graph_walks(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Node -> {combined walk: constituents, in the order of its rows}, over all nodes."""

@@ -30,6 +30,7 @@ class RequestInfo:
     cached_tokens: int = 0  # leading prompt tokens that a prefix cache supplied; set at ingest
     resource_configs: Mapping[str, ResourceReqConfig] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)  # non-text inputs of the request, by input name
+    is_resumed: bool = False  # prompt_ids holds what it generated before, too; written as it comes back
 
     @cached_property
     def needs_full_variant(self) -> bool:
@@ -51,7 +52,8 @@ class ARNodeInputs(NodeInputs):
     """One row's inputs to an autoregressive node.
 
     ``input_ids`` int64 [input_seq_len], or None when the row's token lies on the device (the sampler's last
-    token).  A prompt given in chunks carries where the chunk starts and whether it is the last.
+    token).  A prompt given in chunks carries where the chunk starts and whether it is the last.  ``is_resumed``: its
+    tokens were run before and are only to be run again: nothing counts them.
     """
 
     input_ids: torch.Tensor | None = None
@@ -60,6 +62,7 @@ class ARNodeInputs(NodeInputs):
     chunk_start: int = 0
     chunk_total: int = 0
     is_final_chunk: bool = True
+    is_resumed: bool = False
 
 
 @dataclass

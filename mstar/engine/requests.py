@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
 
 import numpy as np
 
 from mstar.engine.inputs import RequestInfo
 from mstar.engine.resources.base import Resource
+from mstar.engine.resources.spec import ResourceReqConfig
 from mstar.utils.errors import Unavailable
 
 
@@ -31,6 +32,8 @@ class RequestTable:
         self._removing = [each for each in every if each.overrides("remove_request")]
         self._caches = [each for each in every if each.overrides("enable_prefix_cache")]
         self._skipping = [each for each in every if each.overrides("apply_cached_prefix")]
+        self._rebuilt = [(key, each) for key, each in resources.items() if each.is_rebuilt_by_tokens]
+        self._evictable = [each for each in every if each.supports_eviction]
         self._forget = forget
         self._infos: dict[int, RequestInfo] = {}
         self._free_rows = [-row for row in range(capacity)]
@@ -84,15 +87,65 @@ class RequestTable:
         self.cached.pop(request_id, None)
         self._forget(request_id)
 
-    def _take_cached_prefix(self, info: RequestInfo) -> None:
-        """Every resource begins behind the longest prefix that all caches hold; 0 where one cannot skip a prefix."""
+    def release(self, info: RequestInfo) -> None:
+        """Lets go what the request's tokens can rebuild; row and all else stay."""
+        for _, resource in self._rebuilt:
+            resource.remove_request(info.request_id, info.row)
+        self.cached.pop(info.request_id, None)
+
+    def offload(self, info: RequestInfo) -> bool:
+        """Moves what is rebuilt from tokens, and held by pages, to the host, all of it or nothing."""
+        done: list[Resource] = []
+        for resource in self._evictable:
+            if not resource.offload(info.request_id):
+                for each in done:
+                    each.reload(info.request_id)
+                return False
+            done.append(resource)
+        return bool(done)
+
+    def reload(self, info: RequestInfo) -> bool:
+        """The inverse, all of it or nothing."""
+        can = all(resource.can_reload(info.request_id) for resource in self._evictable)
+        return can and all(resource.reload(info.request_id) for resource in self._evictable)
+
+    def resume(
+        self,
+        info: RequestInfo,
+        prompt_ids: np.ndarray,
+        configs: Mapping[str, ResourceReqConfig],
+        has_generated: bool,
+    ) -> None:
+        """The inverse: the request comes back with ``prompt_ids``, its prompt and what it generated, less what is
+        cached of these.  One that has generated nothing begins anew in every resource, but for what was prepared for
+        it.  What a resource raises leaves it released."""
+        info.prompt_ids, info.resource_configs, info.is_resumed = prompt_ids, configs, has_generated
+        anew = self._rebuilt if has_generated else [(k, r) for k, r in self._ingesting if not _is_prepared(configs, k)]
+        try:
+            for key, resource in anew:
+                resource.remove_request(info.request_id, info.row)
+                resource.ingest_request(info.request_id, info.row, configs.get(key))
+            self._take_cached_prefix(info, [resource for _, resource in anew])
+        except BaseException:
+            self.release(info)
+            raise
+
+    def _take_cached_prefix(self, info: RequestInfo, among: Collection[Resource] | None = None) -> None:
+        """Every resource, or those of ``among``, begins behind the longest prefix that all caches hold; 0 where one
+        cannot skip a prefix."""
         request_id, matched = info.request_id, 0
         caches = [resource for resource in self._caches if resource.enable_prefix_cache(request_id)]
         if caches and all(resource.prefix_skip_safe for resource in self._resources.values()):
             matched = min(resource.resolve_cached_prefix(request_id) for resource in caches)
         skipped = None if info.prompt_ids is None else info.prompt_ids[:matched]
         for resource in self._skipping:
-            resource.apply_cached_prefix(request_id, info.row, matched, skipped)
+            if among is None or resource in among:
+                resource.apply_cached_prefix(request_id, info.row, matched, skipped)
         info.cached_tokens = matched
         if matched:
             self.cached[request_id] = matched
+
+
+def _is_prepared(configs: Mapping[str, ResourceReqConfig], key: str) -> bool:
+    config = configs.get(key)
+    return config is not None and config.needs_preparation

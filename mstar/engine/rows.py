@@ -15,6 +15,7 @@ from mstar.engine.inputs import ModelInputsFromEngine, NodeInputs, RequestInfo
 from mstar.engine.node import EngineNode
 from mstar.engine.padding import PaddedTail
 from mstar.engine.resources.step import LabelRows, SlotLease, StepContext, SubmoduleStep
+from mstar.engine.submodule import NodeSubmodule
 
 _row = attrgetter("row")
 
@@ -176,13 +177,15 @@ def _prepare_each(
     for walk, run in _runs(batch):
         template = submodule.uniform_row_inputs(walk)
         if template is not None:
-            infos += run
-            inputs += [template] * len(run)
-        for info in run if template is None else ():
+            infos += batch.infos[run]
+            inputs += [template] * (run.stop - run.start)
+        for i in range(run.start, run.stop) if template is None else ():
+            info = batch.infos[i]
             try:
                 row = submodule.prepare_inputs(walk, info)
-                if row is not None and info.request_id in cached:
-                    row = submodule.split_inputs(row, cached[info.request_id])[1]
+                if row is not None:
+                    part = _part(batch, i, row, cached.get(info.request_id, 0))
+                    row = _cut(submodule, row, *part)
             except Exception as error:
                 errors[info.request_id] = error
                 continue
@@ -193,14 +196,26 @@ def _prepare_each(
     return tuple(infos), inputs, walks
 
 
-def _runs(batch: Batch) -> list[tuple[str, Sequence[RequestInfo]]]:
+def _part(batch: Batch, i: int, row: NodeInputs, cached: int) -> tuple[int, int]:
+    """Begin and end of row ``i``'s tokens that run."""
+    part = None if batch.prompt_parts is None else batch.prompt_parts[i]
+    return (cached, row.input_seq_len) if part is None else part
+
+
+def _cut(submodule: NodeSubmodule, row: NodeInputs, begin: int, end: int) -> NodeInputs:
+    if end < row.input_seq_len:
+        row = submodule.split_inputs(row, end)[0]
+    return submodule.split_inputs(row, begin)[1] if begin else row
+
+
+def _runs(batch: Batch) -> list[tuple[str, slice]]:
     """The batch's rows as stretches of one walk each."""
     if batch.row_walks is None:
-        return [(batch.graph_walk, batch.infos)]
+        return [(batch.graph_walk, slice(0, len(batch.infos)))]
     runs, start = [], 0
     for walk, group in groupby(batch.row_walks):
         stop = start + len(list(group))
-        runs.append((walk, batch.infos[start:stop]))
+        runs.append((walk, slice(start, stop)))
         start = stop
     return runs
 

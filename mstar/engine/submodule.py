@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 class NodeSubmodule(nn.Module):
     """A node's network.  Hooks are per batch; nothing here may keep per-request state outside a resource.
 
-    ``autocast_dtype`` None runs with autocast disabled.
+    ``autocast_dtype`` None runs with autocast disabled.  ``supports_chunked_prefill``: a prompt may come in parts, cut
+    by :meth:`split_inputs`, of which only the last one's draw is kept.
     """
 
     autocast_dtype: torch.dtype | None = None
     disable_torch_compile: bool = False
     reads_device_loopback: bool = False
+    supports_chunked_prefill: bool = False
 
     def prepare_inputs(self, graph_walk: str, info: RequestInfo) -> NodeInputs | None:
         """One request's inputs; None skips it in this step, an exception fails that request only."""

@@ -152,6 +152,7 @@ def size_kv(
         max_seq_len=max_seq_len,
         page_size=options.page_size,
         prefix_cache=options.prefix_cache,
+        admission_fit="sum" if options.reserves_pages else "none",
     )
     page_bytes = kv.page_bytes(kv_dtype.itemsize)
     useful = kv.max_pages_per_row * options.max_running_requests + NUM_RESERVED_PAGES
@@ -165,7 +166,7 @@ def size_kv(
     if pages - NUM_RESERVED_PAGES < kv.max_pages_per_row:
         tokens = (pages - NUM_RESERVED_PAGES) * kv.page_size
         logger.warning("the KV cache holds %d tokens, less than one sequence of %d", tokens, max_seq_len)
-    return dataclasses.replace(kv, max_num_pages=pages)
+    return dataclasses.replace(kv, max_num_pages=pages, cpu_offload_pages=options.kv_host_memory_bytes // page_bytes)
 
 
 def _max_seq_len(config: ModelConfig, options: ModelLoadOptions) -> int:

@@ -39,6 +39,8 @@ class TextLLM(ARNodeSubmodule):
     :func:`mstar.model.text_sampling.sample`.
     """
 
+    supports_chunked_prefill = True
+
     def __init__(self, decoder: Decoder, *, max_rows: int, max_tokens: int, decode_sizes: tuple[int, ...] = ()) -> None:
         """``max_rows`` and ``max_tokens`` bound the captured steps; ``decode_sizes`` as in ``text_graph_configs``."""
         super().__init__()
@@ -62,7 +64,7 @@ class TextLLM(ARNodeSubmodule):
         if graph_walk == DECODE:
             return self._decode_row
         assert info.prompt_ids is not None
-        return prompt_row(info.prompt_ids, graph_walk)
+        return prompt_row(info.prompt_ids, graph_walk, info.is_resumed)
 
     def uniform_row_inputs(self, graph_walk: str) -> NodeInputs | None:
         return self._decode_row if self.reads_device_loopback and graph_walk == DECODE else None
@@ -143,12 +145,17 @@ class TextLLM(ARNodeSubmodule):
 
 def _asks_about_prompt(info: RequestInfo) -> bool:
     config = info.resource_configs.get("logprobs")
-    return isinstance(config, LogprobsReqConfig) and config.num_prompt_top >= 0
+    return isinstance(config, LogprobsReqConfig) and config.num_prompt_top >= 0 and not info.is_resumed
 
 
 def _prompt_ids(request_ids: Sequence[int], inputs: Sequence[NodeInputs]) -> dict[Any, torch.Tensor]:
+    """Of rows that bring a part of their prompt for the first time."""
     rows = zip(request_ids, inputs, strict=True)
-    return {i: row.input_ids for i, row in rows if isinstance(row, ARNodeInputs) and row.input_ids is not None}
+    return {
+        i: row.input_ids
+        for i, row in rows
+        if isinstance(row, ARNodeInputs) and row.input_ids is not None and not row.is_resumed
+    }
 
 
 def _step(sampler: SamplerStep, segments: tuple[Segment, ...] | None, variant: str | None) -> SubmoduleStep:

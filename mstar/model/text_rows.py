@@ -13,10 +13,10 @@ from mstar.engine.inputs import ARNodeInputs, NodeInputs
 LOOPBACK = "text_inputs"  # the input through which a sampled token comes back
 
 
-def prompt_row(prompt_ids: np.ndarray, graph_walk: str) -> ARNodeInputs:
+def prompt_row(prompt_ids: np.ndarray, graph_walk: str, is_resumed: bool = False) -> ARNodeInputs:
     """One row with the whole of ``prompt_ids`` int64 [tokens]."""
-    ids = torch.from_numpy(prompt_ids)
-    return ARNodeInputs(input_ids=ids, input_seq_len=ids.numel(), walk=graph_walk, chunk_total=ids.numel())
+    ids, count = torch.from_numpy(prompt_ids), prompt_ids.size
+    return ARNodeInputs(input_ids=ids, input_seq_len=count, walk=graph_walk, chunk_total=count, is_resumed=is_resumed)
 
 
 def decode_row(graph_walk: str) -> ARNodeInputs:

@@ -87,16 +87,8 @@ class EngineCore:
             clock=clock,
         )
         engine.warm_up()
-        limits = Limits(
-            max_running_requests=options.max_running_requests,
-            max_queued_requests=options.max_queued_requests,
-            max_queued_tokens=options.max_queued_tokens,
-            max_batch_tokens=options.max_batch_tokens,
-            max_seq_len=self.model.max_seq_len,
-            vocab_size=self.model.vocab_size,
-            run_ahead=_run_ahead(options.run_ahead, device),
-            max_steps_ahead=options.max_steps_ahead,
-            mixed_steps=options.mixed_steps,
+        limits = limits_of(
+            options, self.model.max_seq_len, self.model.vocab_size, _run_ahead(options.run_ahead, device)
         )
         return engine, Conductor(engine, self.model, limits)
 
@@ -125,11 +117,32 @@ class EngineCore:
         return self.conductor.step()
 
 
+def limits_of(options: EngineOptions, max_seq_len: int, vocab_size: int, run_ahead: bool) -> Limits:
+    """What of an engine's options concerns the conductor; the rest is the model's and the device's."""
+    return Limits(
+        max_running_requests=options.max_running_requests,
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        max_batch_tokens=options.max_batch_tokens,
+        max_seq_len=max_seq_len,
+        vocab_size=vocab_size,
+        run_ahead=run_ahead,
+        max_steps_ahead=options.max_steps_ahead,
+        mixed_steps=options.mixed_steps,
+        chunked_prefill=options.chunked_prefill,
+        target_inter_token_ns=round(options.target_inter_token_ms * 1e6),
+        priority_ageing_s=options.priority_ageing_s,
+        output_token_weight=options.output_token_weight,
+    )
+
+
 def load_options(options: EngineOptions) -> ModelLoadOptions:
     """What of an engine's options concerns the model."""
     return ModelLoadOptions(
         max_seq_len=options.max_seq_len,
         kv_memory_bytes=options.kv_memory_bytes,
+        kv_host_memory_bytes=options.kv_host_memory_bytes,
+        reserves_pages=options.admission_policy == "reserve",
         kv_dtype=dtype_of(options.kv_dtype),
         page_size=options.page_size,
         max_running_requests=options.max_running_requests,

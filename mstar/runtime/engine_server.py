@@ -47,8 +47,9 @@ class EngineServer:
         self._server = server
         self._board = board
         self._fronts = Fronts(folder)
-        # A prompt longer than a step's worth has a step of its own, which takes that much longer.
-        longest = max(1.0, core.info.max_seq_len / core.options.max_batch_tokens)
+        # A long prompt that is not split has a step of its own, which takes that much longer.
+        is_split = core.options.chunked_prefill
+        longest = 1.0 if is_split else max(1.0, core.info.max_seq_len / core.options.max_batch_tokens)
         self._watchdog = Watchdog(board, core.options.step_timeout_s * longest)
         self._next_look = self._next_presence = 0.0
         self._alone_since = time.monotonic() + FIRST_FRONT_S - LEAVE_AFTER_S

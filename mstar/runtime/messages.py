@@ -20,7 +20,7 @@ __all__ = [
     "decode_to_engine", "encode",
 ]  # fmt: skip
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class TokenRows(NamedTuple):

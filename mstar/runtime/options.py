@@ -71,6 +71,24 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
     ),
     Field(name="page_size", kind="int", default=16, low=1, high=1024, unit="tokens", doc="Tokens of one KV page."),
     Field(
+        name="kv_host_memory_bytes",
+        kind="bytes",
+        default=0,
+        low=0,
+        high=2**50,
+        unit="bytes",
+        doc="Page-locked host memory for the pages of requests that have to wait for others: they go on bit for bit "
+        "where they were. 0: their tokens are computed again.",
+    ),
+    Field(
+        name="admission_policy",
+        kind="str",
+        default="reserve",
+        choices=("reserve", "optimistic"),
+        doc="What a request must find to run: all pages it may come to need (reserve), or its prompt's (optimistic): "
+        "then more run at once, and when pages run out the newest of the lowest priority wait for the others.",
+    ),
+    Field(
         name="max_running_requests",
         kind="int",
         default=64,
@@ -104,7 +122,24 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         low=1,
         high=2**20,
         unit="tokens",
-        doc="Prompt tokens that one step takes; a longer prompt has a step of its own.",
+        doc="Prompt tokens that one step takes; a prompt that does not fit is split (see chunked_prefill).",
+    ),
+    Field(
+        name="chunked_prefill",
+        kind="bool",
+        default=True,
+        doc="Split a prompt over several steps where it does not fit; else one that is longer than max_batch_tokens "
+        "has a step of its own, for which rows that generate wait.",
+    ),
+    Field(
+        name="target_inter_token_ms",
+        kind="float",
+        default=0.0,
+        low=0.0,
+        high=60_000.0,
+        unit="ms",
+        doc="How long a step with rows that generate should take at most: parts of prompts beside them are made that "
+        "small, learning from the steps before; 0 lets them fill max_batch_tokens.",
     ),
     Field(
         name="mixed_steps",
@@ -129,6 +164,25 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         unit="steps",
         doc="With run_ahead, most steps launched before their tokens are read, while no request waits and all that "
         "the steps need is on the device. A request that ends or is cancelled runs along in as many.",
+    ),
+    Field(
+        name="priority_ageing_s",
+        kind="float",
+        default=1.0,
+        low=0.001,
+        high=86400.0,
+        unit="s",
+        doc="A request that waits so long counts as one level of request_priority higher, and so on, up to the highest "
+        "of those that wait; then the shares of the tenants decide.",
+    ),
+    Field(
+        name="output_token_weight",
+        kind="float",
+        default=2.0,
+        low=0.0,
+        high=100.0,
+        unit="prompt tokens",
+        doc="What a generated token counts in the fair share between tenants; a prompt token counts 1, a cached one 0.",
     ),
     Field(
         name="prefix_cache",
@@ -298,13 +352,19 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     max_seq_len: int | None = None
     kv_memory_bytes: int | None = None
     page_size: int = 16
+    kv_host_memory_bytes: int = 0
+    admission_policy: str = "reserve"
     max_running_requests: int = 64
     max_queued_requests: int = 1024
     max_queued_tokens: int = 0
     max_batch_tokens: int = 2048
+    chunked_prefill: bool = True
+    target_inter_token_ms: float = 0.0
     mixed_steps: bool = True
     run_ahead: str = "auto"
     max_steps_ahead: int = 4
+    priority_ageing_s: float = 1.0
+    output_token_weight: float = 2.0
     prefix_cache: bool = True
     deterministic: bool = False
     resources: str | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mstar.conductor.request import MAX_LOGPROBS
+from mstar.conductor.request import MAX_LOGPROBS, MAX_PRIORITY
 from mstar.engine.resources.grammar.config import GUIDE_KINDS, MAX_GUIDE_BYTES
 from mstar.runtime.fields import FLOAT32_MAX, INT32_MAX, INT64_MAX, Field
 
 MAX_REPETITION_WINDOW = 1024  # what the samplers of the text models have room for
+MAX_NAME = 256  # characters of what a client names: a tenant, a salt
 
 SAMPLING_PARAMETERS: tuple[Field, ...] = (
     Field(
@@ -238,6 +239,38 @@ SAMPLING_PARAMETERS: tuple[Field, ...] = (
         unit="ms",
         doc="From arrival: a text that runs ends then with what exists, a request that still waits is refused. "
         "0 is no limit.",
+    ),
+    Field(
+        name="request_priority",
+        kind="int",
+        default=0,
+        low=-MAX_PRIORITY,
+        high=MAX_PRIORITY,
+        doc="Of the requests that wait, those of a higher priority run sooner; each gains a level for every "
+        "priority_ageing_s (an option of the engine) that it waits.",
+    ),
+    Field(
+        name="tenant",
+        kind="str",
+        default="",
+        low=0,
+        high=MAX_NAME,
+        doc="Whose request it is: of equal priority those of the tenant that was served least run sooner, and no "
+        "tenant gets a cached prefix out of another's requests.",
+    ),
+    Field(
+        name="cache_salt",
+        kind="str",
+        default="",
+        low=0,
+        high=MAX_NAME,
+        doc="Requests of one tenant share cached prefixes only under equal salts.",
+    ),
+    Field(
+        name="no_cache",
+        kind="bool",
+        default=False,
+        doc="Compute the whole prompt, and leave nothing in the prefix cache.",
     ),
     Field(
         name="skip_special_tokens",

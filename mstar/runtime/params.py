@@ -80,6 +80,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_AnySp
     guided_decoding_guide_type: str | None = None
     guided_decoding_guide: str | None = None
     timeout_ms: int = 0
+    request_priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    no_cache: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
 
@@ -176,7 +180,7 @@ def _documentation() -> str:
     ]
     for field in SAMPLING_PARAMETERS:
         unit = f", in {field.unit}" if field.unit else ""
-        facts = f"{field.allowed}{unit}; default {'unset' if field.default in (None, ()) else field.default}"
+        facts = f"{field.allowed}{unit}; default {_shown(field.default)}"
         aliases = f"  Also: {', '.join(field.aliases)}." if field.aliases else ""
         text = f"{field.name}: {field.doc}  ({facts}){aliases}"
         lines += textwrap.wrap(text, 112, initial_indent="    ", subsequent_indent="        ")
@@ -188,6 +192,10 @@ def _documentation() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _shown(default: Any) -> str:
+    return "unset" if default in (None, (), "") else str(default)
 
 
 SamplingParams.__doc__ = _documentation()

@@ -59,6 +59,8 @@ def prepare_request(
     min_tokens, max_tokens = _budget(front, params, options)
     for stop in params.stop:
         refuse_surrogates("stop", stop)  # no text holds one
+    refuse_surrogates("tenant", params.tenant)
+    refuse_surrogates("cache_salt", params.cache_salt)
     edits = logit_edits_of(front, params)
     context = front.context_length if context_length is None else min(context_length, front.context_length)
     ids = prompt_ids(front, text, input_ids, messages, context)
@@ -87,6 +89,10 @@ def prepare_request(
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
         deadline_ns=arrival_ns + params.timeout_ms * 1_000_000 if params.timeout_ms else 0,
+        request_priority=params.request_priority,
+        tenant=params.tenant,
+        cache_salt=params.cache_salt,
+        no_cache=params.no_cache,
     )
 
 

@@ -74,6 +74,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "logits_processor": "not taken; no code of a client's runs in the engine",
     "logits_processors": "not taken; no code of a client's runs in the engine",
     "stopping_criteria": "not taken; stop, stop_token_ids and max_tokens say where a text ends",
+    "priority": "not taken; request_priority is what there is, where higher is sooner",
     "guided_whitespace_pattern": "not taken; guided_regex or guided_grammar say where spaces may be",
 }
 

@@ -19,7 +19,7 @@ from mstar.utils.errors import InvalidArgument
 SERVER_KEYS = frozenset({"id", "headers", "binary_data_output"})
 # Triton's own settings of a request.  Over gRPC it takes them out; what comes here, from HTTP, has no effect in it.
 SERVER_SETTINGS = {
-    "priority": "not taken, requests run in the order of their arrival",
+    "priority": "not taken, request_priority is a request's priority, where higher is sooner",
     "timeout": "not taken, timeout_ms is a request's time, in ms",
 }
 # Headers a server forwards (--http-header-forward-pattern) and that have no dash to be told by.

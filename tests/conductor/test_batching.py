@@ -30,14 +30,24 @@ def table_of(*rows: tuple[int, int]) -> RowTable:
     return table
 
 
-def batcher(*, mixed_rows=None, mixed_tokens=None, rows=None, prefill_tokens=None, batch_tokens=100, mixed=True):
+def batcher(
+    *,
+    mixed_rows=None,
+    mixed_sizes=(),
+    rows=None,
+    prefill_sizes=(),
+    batch_tokens=100,
+    mixed=True,
+    splits=False,
+    pace=None,
+):
     plain = [
-        Lane("LLM", "prefill", (PREFILL,), ("prefill",), rows, prefill_tokens),
-        Lane("LLM", "decode", (DECODE,), ("decode",), rows, None),
-        Lane("encoder", "vision", (VISION,), ("vision",), rows, None),
+        Lane("LLM", "prefill", (PREFILL,), ("prefill",), rows, prefill_sizes, splits),
+        Lane("LLM", "decode", (DECODE,), ("decode",), rows),
+        Lane("encoder", "vision", (VISION,), ("vision",), rows),
     ]
-    combined = [Lane("LLM", "mixed", (DECODE, PREFILL), ("decode", "prefill"), mixed_rows, mixed_tokens)]
-    return Batcher(plain, combined if mixed else [], PREFILL, batch_tokens)
+    combined = [Lane("LLM", "mixed", (DECODE, PREFILL), ("decode", "prefill"), mixed_rows, mixed_sizes, splits)]
+    return Batcher(plain, combined if mixed else [], PREFILL, batch_tokens, pace)
 
 
 def run(batcher: Batcher, table: RowTable, steps: int = 1) -> list[tuple[str, list[int]]]:
@@ -75,8 +85,8 @@ def test_a_mixed_step_has_all_rows_of_one_token_first_then_whole_prompts_in_orde
         ({"mixed_rows": 3}, [0, 1, 2]),
         ({"batch_tokens": 40}, [0, 1, 2]),
         ({"batch_tokens": 39}, None),
-        ({"mixed_tokens": 42}, [0, 1, 2]),  # two rows of one token, and the first prompt
-        ({"mixed_tokens": 41}, None),
+        ({"mixed_sizes": (42,)}, [0, 1, 2]),  # two rows of one token, and the first prompt
+        ({"mixed_sizes": (41,)}, None),
         ({"mixed_rows": 2}, None),
         ({"mixed_rows": 1}, None),
     ],
@@ -112,8 +122,8 @@ def test_a_mixed_step_counts_as_a_turn_of_both_its_walks():
 
 def test_a_prefill_step_keeps_to_its_captures():
     table = table_of((PREFILL, 30), (PREFILL, 30), (PREFILL, 30))
-    assert run(batcher(prefill_tokens=64), table) == [("prefill", [0, 1])]
-    assert run(batcher(prefill_tokens=8), table) == [("prefill", [0])]  # a longer one goes alone
+    assert run(batcher(prefill_sizes=(64,)), table) == [("prefill", [0, 1])]
+    assert run(batcher(prefill_sizes=(8,)), table) == [("prefill", [0])]  # a longer one goes alone
 
 
 def test_asking_again_gives_the_same_pick_until_it_ran():
@@ -137,26 +147,34 @@ def test_the_batch_is_the_same_object_while_its_members_are():
 @given(
     rows=st.lists(st.tuples(st.sampled_from([PREFILL, DECODE, DECODE, VISION]), st.integers(1, 120)), min_size=1),
     bound=st.one_of(st.none(), st.integers(1, 6)),
-    tokens=st.one_of(st.none(), st.integers(1, 150)),
+    sizes=st.lists(st.integers(1, 150), max_size=3, unique=True).map(sorted).map(tuple),
+    splits=st.booleans(),
 )
-def test_nobody_starves_and_no_bound_is_passed(rows, bound, tokens):
+def test_nobody_starves_and_no_bound_is_passed(rows, bound, sizes, splits):
     table = table_of(*rows)
-    each = batcher(rows=bound, mixed_rows=bound, mixed_tokens=tokens, prefill_tokens=tokens)
+    each = batcher(rows=bound, mixed_rows=bound, mixed_sizes=sizes, prefill_sizes=sizes, splits=splits)
     prompts = {row for row, (state, _) in enumerate(rows) if state == PREFILL}
     ran: Counter[int] = Counter()
-    for _ in range(8 * len(rows)):
+    for _ in range(200 * len(rows)):
         pick = each.pick(table)
         each.ran(table, pick)
         ran.update(pick.rows.tolist())
-        own = [row for row in pick.rows.tolist() if row in prompts]
+        own = np.array([row for row in pick.rows.tolist() if row in prompts], np.int64)
         assert bound is None or pick.rows.size <= bound
-        assert len(own) <= 1 or table.prompt_tokens[own].sum() <= min(100, tokens or 100)
+        brought = np.empty(0, np.int64)
+        if own.size:
+            brought = pick.prompt_tokens[pick.prompt_tokens > 0]
+            assert brought.size == own.size
+            assert (brought <= table.prompt_left[own]).all()
+            assert (brought == table.prompt_left[own])[: own.size - splits].all(), "only the last one is split"
+            assert (own.size == 1 and not splits) or brought.sum() <= min([100, *sizes[-1:]])
         if pick.batch.graph_walk == "mixed":
-            spans = int(table.prompt_tokens[own].sum()) + pick.rows.size - len(own)
-            assert own
-            assert tokens is None or spans <= tokens
-        table.move(np.array(own, np.int64), DECODE)
-        prompts -= set(own)
+            assert own.size
+            assert not sizes or brought.sum() + pick.rows.size - own.size <= sizes[-1]
+        table.bring(own, brought)
+        whole = own[table.prompt_left[own] == 0]
+        table.move(whole, DECODE)
+        prompts -= set(whole.tolist())
         if not prompts and len(ran) == len(rows):
             break
     assert len(ran) == len(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -81,6 +83,20 @@ def test_a_plain_request_needs_nothing_but_sampler_and_cache():
     assert configs.keys() == {"sampler", "kv_cache"}
     assert not any(config.needs_full_variant or config.needs_preparation for config in configs.values())
     assert configs["kv_cache"].use_prefix_cache
+
+
+def test_prefixes_are_shared_under_equal_tenant_and_salt_only():
+    names = ["", "a", "b", "ab", "1:a", "0:", "a:", "1:", ":"]
+    salts = {
+        configs_of(tenant=tenant, cache_salt=salt)["kv_cache"].prefix_salt
+        for tenant, salt in itertools.product(names, repeat=2)
+    }
+    assert len(salts) == len(names) ** 2
+    assert configs_of()["kv_cache"].prefix_salt == ""
+
+
+def test_no_cache_keeps_it_from_the_prefix_cache():
+    assert not configs_of(no_cache=True)["kv_cache"].use_prefix_cache
 
 
 @pytest.mark.parametrize(

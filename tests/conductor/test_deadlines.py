@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mstar.conductor.deadlines import NEVER, Deadlines
+from mstar.conductor.deadlines import MIN_STEPS, NEVER, Deadlines
 from mstar.conductor.request import FinishReason
 from mstar.engine.resources.step import AdmitOutcome, AllocationFailed
 from mstar.utils.errors import ErrorCode, Unavailable
@@ -91,6 +91,71 @@ def test_a_time_that_is_over_is_refused_at_once():
         bench.submit([5], 9, deadline_ns=1000)
     assert bench.conductor.counters.refused["deadline"] == 1
     assert not bench.conductor.has_work()
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+def test_a_time_shorter_than_half_of_the_quickest_step_is_refused_at_once(steps_ahead):
+    bench = Ticking(steps_ahead=steps_ahead, rows=2, context=256, pages=64)
+    for left in (1, 4, 5):
+        bench.submit([5], 1, deadline_ns=bench.now_ns + left)  # nobody knows yet how fast a step can be
+    bench.run()
+    bench.submit([5], MIN_STEPS + 10)
+    bench.run()
+    with pytest.raises(Unavailable, match=r"^timeout_ms: at least 0.000 ms before .* 1/2 of the quickest step"):
+        bench.submit([5], 9, deadline_ns=bench.now_ns + 4)
+    assert bench.conductor.counters.refused["deadline"] == 1
+    rid = bench.submit([5], 1, deadline_ns=bench.now_ns + 5)
+    bench.run()
+    assert bench.outcomes[rid].tokens == [5]
+    bench.assert_idle()
+
+
+def test_one_quick_step_is_enough_to_know_how_fast_a_step_can_be():
+    now = 0
+    deadlines = Deadlines(lambda: now)
+    for took in [80] * MIN_STEPS + [20] + [80] * MIN_STEPS:
+        launched, now = now, now + took
+        deadlines.landed(launched)
+    assert deadlines.shortfall(now + 9) is not None
+    assert deadlines.shortfall(now + 10) is None
+
+
+def test_of_steps_that_overlap_the_time_between_their_landings_counts():
+    now = 0
+    deadlines = Deadlines(lambda: now)
+    for _ in range(MIN_STEPS):  # each is launched 50 before the one ahead of it lands
+        launched, now = max(now - 50, 0), now + 60
+        deadlines.landed(launched)
+    assert deadlines.shortfall(now + 29) is not None
+    assert deadlines.shortfall(now + 30) is None
+
+
+def test_in_a_long_queue_only_those_whose_time_is_over_are_looked_at():
+    bench = Bench(rows=1, queued=1000)
+    bench.submit([5], 60)
+    ids = [bench.submit([6], 1, deadline_ns=2000 + 10 * (number % 50)) for number in range(200)]
+    bench.submit([7], 1)
+    bench.step()
+    lobby = bench.conductor._lobby
+    removed, remove = [], lobby.remove
+    lobby.remove = lambda rid: (removed.append(rid), remove(rid))[1]
+    bench.now_ns = 2015
+    bench.step()
+    late = {rid for number, rid in enumerate(ids) if number % 50 < 2}
+    assert set(removed) == late == {rid for rid in ids if bench.outcomes[rid].failures}
+    bench.conductor.cancel(ids[2])
+    bench.now_ns = 2500
+    bench.run()
+    assert all(bench.outcomes[rid].num_ends == 1 for rid in ids)
+    bench.assert_idle()
+
+
+def test_deadlines_of_those_that_have_left_take_no_room():
+    bench = Bench()
+    for _ in range(1000):
+        bench.submit([5], 1, deadline_ns=10**9)
+        bench.run()
+    assert len(bench.conductor._lobby._deadlines) <= 66
 
 
 @all_modes

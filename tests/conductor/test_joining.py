@@ -1,4 +1,4 @@
-"""Who joins next: in order of arrival, or past a head that waits for pages."""
+"""Who joins next: the head of the queue, or who may pass a head that waits for pages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import pytest
 from mstar.conductor.configs import RequestConfigs
 from mstar.conductor.joining import Joining
 from mstar.conductor.pools import Pools
-from mstar.conductor.queue import Waiting, WaitQueue
+from mstar.conductor.queue import Limits, Waiting
 from mstar.conductor.request import EngineRequest
+from mstar.conductor.rows import RowTable
+from mstar.conductor.wait_queue import WaitQueue
 from mstar.engine.resources.kv.config import PagedKVConfig, PagedKVSpec
 
 from .toy import Bench
@@ -26,6 +28,8 @@ class Pool:
     def __init__(self, free: int, order: str = "fifo", window: int = 128, small: int = 0) -> None:
         self.free_pages = free
         self.admission_order = order
+        self.admission_fit = "sum"
+        self.promised_pages = 0
         self.backfill_window = window
         self.small = small
         self.asked: list[int] = []
@@ -54,7 +58,10 @@ class Queue:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.queue = WaitQueue()
+        limits = Limits(
+            max_running_requests=8, max_queued_requests=99, max_batch_tokens=64, max_seq_len=64, vocab_size=64
+        )
+        self.queue = WaitQueue(limits, RowTable(8))
         self.joining = Joining(self.queue, Pools({"kv": pool}))
         self.configs = RequestConfigs([PagedKVSpec("kv", {"LLM"}, KV)], 64, ())
 
@@ -116,6 +123,29 @@ def test_a_refusal_is_remembered_until_pages_or_head_change(order):
     waiting.queue.remove(0)
     waiting.join()
     assert waiting.pool.asked[asked] == 50
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cached"),
+    [
+        ({"tenant": "a", "cache_salt": "x"}, {"tenant": "a", "cache_salt": "x"}, 8),
+        ({"tenant": "a"}, {"tenant": "b"}, 0),
+        ({"tenant": "a"}, {}, 0),
+        ({"cache_salt": "x"}, {"cache_salt": "y"}, 0),
+        pytest.param({"no_cache": True}, {}, 0, id="fills nothing"),
+        pytest.param({}, {"no_cache": True}, 0, id="reads nothing"),
+        ({"request_priority": 5}, {"request_priority": -5}, 8),
+    ],
+)
+def test_prefixes_are_shared_by_requests_that_may(first, second, cached):
+    bench = Bench(page_size=4)
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    bench.submit(prompt, 3, **first)
+    bench.run()
+    bench.submit(prompt, 3, **second)
+    assert bench.step().cached_prompt_tokens == cached
+    bench.run()
+    bench.assert_idle()
 
 
 def test_prompts_that_begin_alike_share_pages_and_are_counted():

@@ -25,6 +25,7 @@ from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.engine.resources.step import ADMITTED, AdmitOutcome, ResourceStep, Segment, SubmoduleStep
 from mstar.engine.submodule import ARNodeSubmodule
 from mstar.graph import Edge, Loop, Node, Walk
+from mstar.model.text_rows import split_row
 
 VOCAB, EOS, OTHER_EOS, FAULT, RAISES, BAD_INPUT, NO_CHOICE = 100, 0, 2, 90, 91, 92, 93
 COMPLETES, BREAKS = 40, 41  # what a grammar of the toy takes these tokens for
@@ -148,24 +149,29 @@ class Echo(ARNodeSubmodule):
     and of the most likely tokens 1, 2, ... as many as the vocabulary of five ids has.
     """
 
+    supports_chunked_prefill = True
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[int, int] = {}
         self.steps: list[tuple[str, tuple[int, ...]]] = []
         self.spans: list[tuple[int, ...]] = []
         self.prompts: dict[int, np.ndarray] = {}
+        self.told: dict[int, int] = {}  # tokens of each prompt that something was told of
+        self.rows: list[ARNodeInputs] = []
         self.largest_batch: int | None = None
 
     def prepare_inputs(self, graph_walk, info):
         if info.prompt_ids[0] == BAD_INPUT:
             raise ValueError("no such input")
-        self.prompts[info.request_id] = info.prompt_ids
+        self.prompts.setdefault(info.request_id, info.prompt_ids)
         length = len(info.prompt_ids) if graph_walk == "prefill" else 1
-        return ARNodeInputs(input_ids=info.prompt_ids[:length], input_seq_len=length, walk=graph_walk)
+        ids = torch.from_numpy(info.prompt_ids[:length])
+        return ARNodeInputs(input_ids=ids, input_seq_len=length, walk=graph_walk)
 
     def split_inputs(self, inputs, num_tokens):
-        first, rest = inputs.input_ids[:num_tokens], inputs.input_ids[num_tokens:]
-        return tuple(ARNodeInputs(input_ids=ids, input_seq_len=len(ids), walk=inputs.walk) for ids in (first, rest))
+        assert 0 < num_tokens < inputs.input_seq_len
+        return split_row(inputs, num_tokens)
 
     def max_batch_size(self, graph_walk):
         return self.largest_batch
@@ -179,6 +185,7 @@ class Echo(ARNodeSubmodule):
         return {NODE: {"mixed": ("decode", "prefill")}}
 
     def preprocess(self, graph_walk, engine_inputs, inputs):
+        self.rows = list(inputs)
         return {"ids": torch.tensor(engine_inputs.request_ids)}
 
     def forward_batched(self, graph_walk, engine_inputs, *, ids):
@@ -189,16 +196,27 @@ class Echo(ARNodeSubmodule):
             raise RuntimeError("the forward broke")
         self.steps.append((graph_walk, tuple(ids.tolist())))
         self.spans.append(tuple(engine_inputs.ctx.spans.tolist()))
-        self.counts.update(zip(ids.tolist(), [count + 1 for count in counts], strict=True))
+        kept = [row.is_final_chunk for row in self.rows]
+        self.counts.update(zip(ids.tolist(), map(sum, zip(counts, kept, strict=True)), strict=True))
         new_token = torch.tensor(tokens)
         fault = (new_token == FAULT).to(torch.int8) + 2 * (new_token == NO_CHOICE).to(torch.int8)
         told = {"logprob": -new_token.float(), "logprob_rank": new_token.int()} | most_likely(len(tokens))
         return BatchedModelOutput(
-            per_rid_outputs={rid: of_prompt(self.prompts[rid]) for rid in ids.tolist()},
+            per_rid_outputs={rid: self.tell(rid, row) for rid, row in zip(ids.tolist(), self.rows, strict=True)},
             check_stop_buffers={"new_token": new_token, "fault": fault} | told,
         )
 
+    def tell(self, request_id, row):
+        """Of the prompt's tokens that this step's predict; a part's last one predicts the next part's first."""
+        if row.walk == "prefill" and row.chunk_start == 0:
+            self.told.pop(request_id, None)
+        prompt, begin = self.prompts[request_id], self.told.get(request_id, 0)
+        end = len(prompt) if row.is_final_chunk else row.chunk_start + row.input_seq_len
+        self.told[request_id] = end
+        return of_prompt(prompt[begin : end + 1])
+
     def cleanup_request(self, request_id):
+        self.told.pop(request_id, None)
         self.counts.pop(request_id, None)
         self.prompts.pop(request_id, None)
 
@@ -267,6 +285,8 @@ class Bench:
         largest_batch=None,
         steps_ahead=0,
         mixed=False,
+        chunked=False,
+        target_ms=0,
         **kv_fields,
     ):
         kv = PagedKVConfig(
@@ -301,6 +321,8 @@ class Bench:
             run_ahead=steps_ahead > 0,
             max_steps_ahead=max(steps_ahead, 1),
             mixed_steps=mixed,
+            chunked_prefill=chunked,
+            target_inter_token_ns=target_ms * 1_000_000,
         )
         if steps_ahead > 1:
             self.engine.can_queue = lambda batch: True  # the echo needs nothing of the host

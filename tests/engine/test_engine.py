@@ -485,8 +485,8 @@ def test_the_cap_is_the_smaller_of_submodule_and_captures():
     engine, submodule, _ = make_engine(ToyOptions(decode_sizes=(1, 8)))
     assert engine.max_batch_size("LLM", "decode") == 8
     assert engine.max_batch_size("LLM", "unknown") is None
-    assert engine.max_packed_tokens("LLM", "prefill") == 64
-    assert engine.max_packed_tokens("LLM", "decode") is None
+    assert engine.packed_sizes("LLM", "prefill")[-1] == 64
+    assert engine.packed_sizes("LLM", "decode") == ()
     submodule.max_batch_size = lambda walk: 3
     assert engine.max_batch_size("LLM", "decode") == 3
 

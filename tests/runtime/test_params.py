@@ -63,6 +63,10 @@ CONTRACT = {
     "logprobs": ([0, 1, MAX_LOGPROBS], [-2, -1, 21, 49152, 49153, 10**6, 1.5, "x", [1]]),
     "prompt_logprobs": ([0, 1, MAX_LOGPROBS], [-2, -1, 21, 49152, 49153, 10**6, 1.5, "x", True]),
     "timeout_ms": ([0, 1, 600_000], [*NO_COUNTS, -1, 2**31]),
+    "request_priority": ([-100, 0, 7, 100], [*NO_COUNTS, -101, 101, 2**31]),
+    "tenant": (["", "acme", "x" * 256], [3, True, 1.5, ["a"], {"a": 1}, b"a", "x" * 257]),
+    "cache_salt": (["", "acme", "x" * 256], [3, True, 1.5, ["a"], {"a": 1}, b"a", "x" * 257]),
+    "no_cache": ([True, False], NO_BOOLS),
     "skip_special_tokens": ([True, False], NO_BOOLS),
     "spaces_between_special_tokens": ([True, False], NO_BOOLS),
     "stream": ([True, False], NO_BOOLS),
@@ -84,6 +88,8 @@ def forms(value):
         return [value, np.float64(value), repr(value)]
     if isinstance(value, dict):
         return [value, {str(key): str(item) for key, item in value.items()}, json.dumps(value)]
+    if isinstance(value, str):
+        return [value]
     texts = [",".join(map(str, value))] if isinstance(value[0], int) else []
     return [value, list(value), np.array(value, object), *texts, *(value if len(value) == 1 else ())]
 

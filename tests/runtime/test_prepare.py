@@ -307,11 +307,17 @@ def test_a_time_limit_counts_from_arrival():
 def test_the_rest_goes_to_the_engine_as_it_is():
     values = {
         "repetition_window": 8, "penalize_prompt": False, "top_p_first": True, "top_p_min_keep": 3, "seed": 5,
-        "ignore_eos": True,
+        "ignore_eos": True, "request_priority": -3, "tenant": "t", "cache_salt": "s", "no_cache": True,
     }  # fmt: skip
     request = prepare(text="a", params=values | {"stop_token_ids": [4, 9]})
     assert {name: getattr(request, name) for name in values} == values
     assert request.stop_ids == (4, 9)
+
+
+@pytest.mark.parametrize("name", ["tenant", "cache_salt"])
+def test_a_name_that_no_key_can_be_made_of_is_refused(name):
+    with pytest.raises(InvalidArgument, match=rf"^{name}: valid UTF-8"):
+        prepare(text="a", params={name: "a\ud800"})
 
 
 @pytest.mark.parametrize(

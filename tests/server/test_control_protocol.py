@@ -47,7 +47,8 @@ def test_a_stop_string_is_its_reason_and_may_be_kept(echo_server, stream):
 
 
 def test_an_end_by_itself_has_no_reason(echo_server):
-    for values in ({}, {"max_tokens": 2}, {"timeout_ms": 60000}):
+    first = {"request_priority": -5, "tenant": "a", "cache_salt": "s", "no_cache": True}
+    for values in ({}, {"max_tokens": 2}, {"timeout_ms": 60000}, first):
         answer = ask(echo_server, "echo", text_input=WORDS, **values)
         assert answer.finish_reasons
         assert answer.joined("stop_reason") == []
@@ -232,6 +233,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": 2, "temperature": 0.0}, "n"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"timeout_ms": -1}, "timeout_ms"),
+    ({"request_priority": 101}, "request_priority"),
+    ({"tenant": "x" * 257}, "tenant"),
+    ({"sampling_parameters": '{"cache_salt": 5}'}, "cache_salt"),
     ({"top_p_min_keep": 0}, "top_p_min_keep"),
     ({"repetition_window": -1}, "repetition_window"),
     ({"bad_words": [""]}, "bad_words"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mstar.runtime.params import FIELDS, ResponseParams
 from mstar.serving import contract
 from mstar.serving.parse import ParsedRequest, RawRequest, parse
-from mstar.utils.errors import InvalidArgument
+from mstar.utils.errors import InvalidArgument, MstarError
 
 
 def text(*values: str | bytes) -> np.ndarray:
@@ -280,9 +280,24 @@ def test_any_bytes_as_options_parse_or_are_an_invalid_argument(data):
         parse(RawRequest({"sampling_parameters": text(data)}))
 
 
-@pytest.mark.parametrize(("name", "hint"), [("priority", "order of their arrival"), ("timeout", "timeout_ms")])
+@pytest.mark.parametrize(("name", "hint"), [("priority", "request_priority"), ("timeout", "timeout_ms")])
 def test_settings_of_the_server_that_have_no_effect_are_refused(name, hint):
     with pytest.raises(InvalidArgument, match=f"^{name}: not taken, .*{hint}.*, got 5"):
         ask({name: 5})
-    with pytest.raises(InvalidArgument, match=f"^{name}: a known parameter"):
+    with pytest.raises(MstarError, match=f"^{name}: (not taken; request_priority|a known parameter)"):
         ask(options={name: 5})
+
+
+@pytest.mark.parametrize("way", ["parameters", "options", "tensors"])
+def test_who_goes_first_comes_by_any_way(way):
+    asked = {"request_priority": -7, "tenant": "Ærø", "cache_salt": "s", "no_cache": True}
+    if way == "tensors":
+        params = ask(
+            request_priority=np.array([-7], np.int32),
+            tenant=text("Ærø"),
+            cache_salt=text(b"s"),
+            no_cache=np.array([True]),
+        ).params
+    else:
+        params = ask(**{way: asked}).params
+    assert {name: getattr(params, name) for name in asked} == asked

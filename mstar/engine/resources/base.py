@@ -65,6 +65,10 @@ class Resource(ABC):
     def build(cls, spec: NodeResourceSpec, info: EngineResourceInfo) -> Self:
         """Builds the resource at load; may return a backend's subclass."""
 
+    # Whether steps over all of a request's tokens, its generated ones too, rebuild what this resource holds of it: then
+    # that is let go where the request gives its pages up, and ingested anew as it comes back.
+    is_rebuilt_by_tokens: bool = False
+
     def ingest_request(self, request_id: int, row: int, config: ResourceReqConfig | None) -> None:
         """Takes a request on master row ``row``.  Idempotent.  ValueError for a config it cannot honour."""
 

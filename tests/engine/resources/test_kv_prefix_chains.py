@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mstar.engine.resources.kv.pages import PageArena
-from mstar.engine.resources.kv.prefix.chains import PrefixChains
+from mstar.engine.resources.kv.prefix.chains import MAX_UNREPORTED, PrefixChains
 from mstar.engine.resources.kv.prefix.index import PrefixIndex
 from mstar.engine.resources.kv.prefix.keys import PrefixItem
 
@@ -112,7 +112,8 @@ def test_a_chain_that_lost_count_ends_and_one_with_waiting_tokens_does_not(lazy)
     for stream in (0, 1):
         streams.begin(stream, np.arange(6) + stream)
     streams.commit([0, 1], 6)
-    for _ in range(20):
+    for i in range(MAX_UNREPORTED + 3):
+        assert streams.chains.is_live(1) is (i <= MAX_UNREPORTED)
         streams.extend([0], [5])
         streams.commit([0, 1], 1)
     assert streams.chains.is_live(0)

@@ -141,6 +141,8 @@ class PagedKVManager(KVQuestions, Resource):
 
     # Requests.
 
+    is_rebuilt_by_tokens = True
+
     def ingest_request(self, request_id: int, row: int, config: ResourceReqConfig | None) -> None:
         if self._row_of.get(request_id) == row:
             return
@@ -226,7 +228,11 @@ class PagedKVManager(KVQuestions, Resource):
         return self._offloading is not None and self._offloading.is_offloaded(self._row_of[request_id])
 
     def offload(self, request_id: int) -> bool:
-        return self._offloading is not None and self._offloading.offload(self._row_of[request_id])
+        row = self._row_of[request_id]
+        is_moved = self._offloading is not None and self._offloading.offload(row)
+        if is_moved and self._gate.fit == "none":  # whoever may run out of pages is promised none while it is away
+            self._gate.forget(np.array([row]))
+        return is_moved
 
     def can_reload(self, request_id: int) -> bool:
         if self._offloading is None:
@@ -235,7 +241,11 @@ class PagedKVManager(KVQuestions, Resource):
 
     def reload(self, request_id: int) -> bool:
         self._departures.settle()
-        return self._offloading is not None and self._offloading.reload(self._row_of[request_id])
+        row = self._row_of[request_id]
+        is_back = self._offloading is not None and self._offloading.reload(row)
+        if is_back and self._gate.fit == "none":
+            self._gate.reserve(row, self._demand(self._configs[request_id], 0))
+        return is_back
 
     def reclaimable(self, request_id: int) -> int:
         return 0 if self._offloading is None else self._offloading.reclaimable(self._row_of[request_id])

@@ -109,6 +109,11 @@ class KVQuestions:
         return self._gate.promised
 
     @property
+    def admission_fit(self) -> str:
+        """ "sum", "peak" or "none", see :class:`PagedKVConfig`."""
+        return self._gate.fit
+
+    @property
     def admission_order(self) -> str:
         """ "fifo", or "backfill": later requests may pass the head of the queue."""
         return self._gate.order

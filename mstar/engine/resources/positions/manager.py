@@ -51,6 +51,7 @@ class PositionManager(Resource):
     """
 
     supports_preplan = True
+    is_rebuilt_by_tokens = True
 
     def __init__(self, config: PositionConfig, kv: PagedKVManager, info: EngineResourceInfo) -> None:
         self.config = config

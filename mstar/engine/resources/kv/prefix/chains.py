@@ -12,7 +12,7 @@ from mstar.engine.resources.kv.prefix.index import PrefixIndex, PrefixMatch
 from mstar.engine.resources.kv.prefix.keys import PrefixItem, keys_of_raw, next_keys
 from mstar.engine.resources.ragged import ragged_arange
 
-MAX_UNREPORTED = 1  # tokens a stream may have stored before they are reported, with one step running ahead
+MAX_UNREPORTED = 65  # tokens a stream may have stored before they are told: as many steps may be in flight
 
 
 class PrefixChains:
@@ -136,7 +136,7 @@ class PrefixChains:
         """Offers the full pages of ``streams`` [n] to the index, as far as they are both committed and known.
 
         ``stored_len`` int64 [n] tokens committed; ``page_table`` int32 [at least num_streams, pages].  A stream that
-        stored more tokens than it was given, beyond those of the step in flight, has lost count: its chain ends.
+        stored more tokens than it was given, beyond those of steps in flight, has lost count: its chain ends.
 
         Returns how many pages the index took.
         """

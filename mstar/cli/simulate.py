@@ -1,0 +1,139 @@
+"""``mstar simulate``: the real conductor over an engine that only keeps time, for policies and capacity."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mstar.cli.assignments import parse_assignments
+from mstar.cli.errors import InputError
+from mstar.runtime.core import EngineCore
+from mstar.runtime.options import EngineOptions, parse_options
+from mstar.simulate.drive import simulate
+from mstar.simulate.measured import MeasuredSteps, load
+from mstar.simulate.measures import Measures
+from mstar.simulate.plots import draw
+from mstar.simulate.report_text import errors_text, summary_text
+from mstar.simulate.rig import build_rig
+from mstar.simulate.summary import Slo, Summary, summarise
+from mstar.simulate.survey import survey
+from mstar.simulate.synthetic import SYNTHETIC, Ask, with_tenants
+from mstar.simulate.trace import Trace, read_trace, write_trace
+from mstar.utils.errors import MstarError
+
+Options = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME=VALUE of an engine option, as in config.pbtxt (max_batch_tokens=512); repeat for several."),
+]
+
+
+def run(
+    trace: Annotated[str, typer.Option(help="poisson, bursts, long-tail, chats, giant, or a .jsonl file")] = "poisson",
+    steps: Annotated[str, typer.Option(help="measured steps: a shipped name, or a .json file")] = "h200-qwen3-0.6b",
+    requests: Annotated[int, typer.Option(min=1, help="of a made-up trace")] = 2_000,
+    rate: Annotated[float, typer.Option(min=1e-6, help="requests per second on average")] = 50.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="mean length; of a chat, what a turn adds")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, help="mean length of answers")] = 128,
+    tenants: Annotated[int, typer.Option(min=1, help="deal a made-up trace out to so many, unequally")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="of a made-up trace")] = 0,
+    slo_ttft_ms: Annotated[float, typer.Option(min=0.0, help="a request in time has its first token by then")] = 500.0,
+    slo_itl_ms: Annotated[float, typer.Option(min=0.0, help="and 99% of the gaps between tokens within this")] = 50.0,
+    option: Options = None,
+    versus: Annotated[
+        list[str] | None,
+        typer.Option(help="run once more with these options (NAME=VALUE, several by comma); repeat for several runs"),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw latencies and queue into this .png, .svg or .pdf")] = None,
+    save_trace: Annotated[Path | None, typer.Option(help="write the trace to this .jsonl file")] = None,
+) -> None:
+    """Play a trace through the real conductor in virtual time."""
+    for file, flag in ((json_file, "--json"), (plot, "--plot"), (save_trace, "--save-trace")):
+        if file and not file.parent.is_dir():
+            raise InputError(f"{flag}: {file.parent} is no folder")
+    measured, given = load(steps), parse_assignments(option or [])
+    runs = {", ".join(option or []) or "defaults": given}
+    for each in versus or []:
+        runs[each] = given | parse_assignments(re.split(r",(?=\w+=)", each), "--versus")
+    pyplot = _pyplot() if plot else None
+    context = _options(given).max_seq_len or measured.max_seq_len
+    ask = Ask(requests, rate, prompt_tokens, output_tokens, context, seed)
+    played = _trace(trace, ask, tenants)
+    if save_trace:
+        write_trace(played, save_trace)
+    print(f"steps of {measured.source}\nfitted to them, error of a step:\n{errors_text(measured.errors())}")
+    slo, seen, results = Slo(slo_ttft_ms, slo_itl_ms), {}, {}
+    for name, options in runs.items():
+        seen[name], results[name] = _play(_options(options), measured, played, slo, name)
+    if json_file:
+        json_file.write_text(json.dumps({name: each.as_json() for name, each in results.items()}, indent=1) + "\n")
+    if plot:
+        draw(pyplot, seen, plot)
+
+
+def fit(
+    out: Annotated[Path, typer.Option(help="the .json file to write")],
+    model: Annotated[str, typer.Option(help="folder, .gguf file, Hugging Face id or alias")] = "smollm2-135m",
+    option: Options = None,
+    tokens: Annotated[
+        int, typer.Option(min=32, help="prompt tokens of requests that run together at most; a GPU takes 131072")
+    ] = 4096,
+    repeats: Annotated[int, typer.Option(min=1, help="measured runs; of each step the median counts")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="of the random prompts")] = 0,
+) -> None:
+    """Measure the steps of a real engine on this machine, for simulations of it."""
+    if out.suffix != ".json" or not out.parent.is_dir():
+        raise InputError(f"--out: a .json file in a folder that exists, got {out}")
+    fixed = {"model": model, "run_ahead": "off", "prefix_cache": False}
+    core = EngineCore(parse_options(parse_assignments(option or []) | fixed)[0])
+    measured = survey(core, tokens, repeats, seed)
+    measured.save(out)
+    parts = measured.cost_model().parts_ms
+    print(f"{len(measured.steps)} steps of {measured.source}: {out}")
+    print(f"error of a step:\n{errors_text(measured.errors())}")
+    print(f"parts, ms: {parts}; host, µs: {measured.host}")
+
+
+def _play(
+    options: EngineOptions, measured: MeasuredSteps, trace: Trace, slo: Slo, name: str
+) -> tuple[Measures, Summary]:
+    rig = build_rig(options, measured, trace)
+    measures = Measures(trace, int(slo.itl_ms * 1e6))
+    start = time.perf_counter()
+    simulate(rig, measures)
+    seconds = time.perf_counter() - start
+    summary = summarise(rig, measures, slo)
+    steps = sum(measures.steps.values())
+    speed = f"{len(trace) / seconds:,.0f} requests/s, {steps / seconds:,.0f} steps/s"
+    print(f"\n{name}, simulated in {seconds:.1f} s: {speed}")
+    print(summary_text(summary))
+    return measures, summary
+
+
+def _options(given: dict[str, str]) -> EngineOptions:
+    return parse_options({"model": "simulated"} | given)[0]
+
+
+def _trace(name: str, ask: Ask, tenants: int) -> Trace:
+    if name.endswith(".jsonl"):
+        return read_trace(Path(name))
+    if name not in SYNTHETIC:
+        raise InputError(f"--trace: {', '.join(SYNTHETIC)} or a .jsonl file, got {name!r}")
+    trace = SYNTHETIC[name](ask)
+    return with_tenants(trace, tenants, ask.seed) if tenants > 1 else trace
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MstarError(f"--plot needs matplotlib (pip install 'mstar-triton[plot]'): {error}") from error
+    return pyplot
