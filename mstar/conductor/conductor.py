@@ -261,9 +261,9 @@ class Conductor:
 
     def _land(self, flight: Flight) -> None:
         self._landing.land(flight)
-        now_ns = self._deadlines.landed(flight.launched_ns)
+        took_ns = self._deadlines.landed(flight.launched_ns)
         if self._pace is not None:
-            self._pace.landed(flight.launched_ns, now_ns, flight.prompt_tokens)
+            self._pace.landed(took_ns, flight.prompt_tokens)
 
     def _plan_ahead(self) -> None:
         """Has the engine plan what the next call launches, should nothing change until then."""

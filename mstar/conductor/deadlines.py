@@ -26,15 +26,16 @@ class Deadlines:
         self._landed_ns = 0
 
     def landed(self, launched_ns: int) -> int:
-        """A step that was launched then has landed; what time it is.
+        """A step that was launched then has landed; the nanoseconds that it took.
 
-        Steps run one after the other, so it took at least the time since the later of its launch and the last landing.
+        Steps run one after the other, so that is the time since the later of its launch and the last landing.
         """
         now_ns = self.now_ns()
+        took_ns = now_ns - max(launched_ns, self._landed_ns)
         self._num_steps += 1
-        self._quickest_ns = min(self._quickest_ns, now_ns - max(launched_ns, self._landed_ns))
+        self._quickest_ns = min(self._quickest_ns, took_ns)
         self._landed_ns = now_ns
-        return now_ns
+        return took_ns
 
     def shortfall(self, deadline_ns: int) -> str | None:
         """Why a request that comes now cannot have a token by its deadline, in words; None where it may.

@@ -18,7 +18,6 @@ class Pace:
         self._more_ns: float | None = None  # that steps with prompts took beyond the base, and their prompt tokens:
         self._tokens: float | None = None  # averaged apart, so that short prompts say little
         self._largest = FIRST_TOKENS // GROWTH  # step with prompts so far
-        self._landed_ns = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -30,10 +29,8 @@ class Pace:
         ns_per_token = max(self._more_ns / self._tokens, 1.0)
         return min(max(LEAST_TOKENS, int((self._target_ns - (self._base_ns or 0.0)) / ns_per_token)), most)
 
-    def landed(self, launched_ns: int, now_ns: int, prompt_tokens: int) -> None:
-        """A step landed; it began as it was launched, or as the one before it landed."""
-        took_ns = now_ns - max(launched_ns, self._landed_ns)
-        self._landed_ns = now_ns
+    def landed(self, took_ns: int, prompt_tokens: int) -> None:
+        """A step with so many prompt tokens landed."""
         if not prompt_tokens:
             self._base_ns = _averaged(self._base_ns, took_ns)
         else:

@@ -193,18 +193,14 @@ class Engine:
     @_in_inference_mode
     def release(self, info: RequestInfo) -> None:
         """Frees the pages of a request that no step in flight has; it keeps its row until :meth:`resume`."""
-        self._planner.clear()
-        for node in self._nodes.values():
-            node.prepared.clear()
+        self._drop_plans()
         self._requests.release(info)
 
     @_in_inference_mode
     def offload(self, info: RequestInfo) -> bool:
         """Moves the pages of a request that no step in flight has to the host; False, and no effect, where a resource
         has no room there."""
-        self._planner.clear()
-        for node in self._nodes.values():
-            node.prepared.clear()
+        self._drop_plans()
         return self._requests.offload(info)
 
     @_in_inference_mode
@@ -229,6 +225,12 @@ class Engine:
         """
         self._planner.settle()
         self._requests.resume(info, prompt_ids, configs, has_generated)
+
+    def _drop_plans(self) -> None:
+        """Nothing prepared or planned of any row holds any more."""
+        self._planner.clear()
+        for node in self._nodes.values():
+            node.prepared.clear()
 
     def _forget(self, request_id: int) -> None:
         for node in self._nodes.values():

@@ -159,14 +159,24 @@ def size_kv(
     budget = options.kv_memory_bytes
     if budget is None:
         budget = default_kv_bytes(useful * page_bytes, device)
-    pages = min(budget // page_bytes, useful)
-    if pages <= NUM_RESERVED_PAGES:
-        least = (NUM_RESERVED_PAGES + 1) * page_bytes
-        raise LoadError(f"kv_memory_bytes: must be at least {least} for this model, got {budget}")
+    pages = pages_within(budget, page_bytes, useful)
     if pages - NUM_RESERVED_PAGES < kv.max_pages_per_row:
         tokens = (pages - NUM_RESERVED_PAGES) * kv.page_size
         logger.warning("the KV cache holds %d tokens, less than one sequence of %d", tokens, max_seq_len)
     return dataclasses.replace(kv, max_num_pages=pages, cpu_offload_pages=options.kv_host_memory_bytes // page_bytes)
+
+
+def pages_within(budget: int, page_bytes: int, useful: int) -> int:
+    """Pages of a cache of ``budget`` bytes, ``useful`` at most.
+
+    Raises:
+        LoadError: the budget holds no page; names the option.
+    """
+    pages = min(budget // page_bytes, useful)
+    if pages <= NUM_RESERVED_PAGES:
+        least = (NUM_RESERVED_PAGES + 1) * page_bytes
+        raise LoadError(f"kv_memory_bytes: must be at least {least} for this model, got {budget}")
+    return pages
 
 
 def _max_seq_len(config: ModelConfig, options: ModelLoadOptions) -> int:

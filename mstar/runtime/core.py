@@ -87,9 +87,7 @@ class EngineCore:
             clock=clock,
         )
         engine.warm_up()
-        limits = limits_of(
-            options, self.model.max_seq_len, self.model.vocab_size, _run_ahead(options.run_ahead, device)
-        )
+        limits = limits_of(options, self.model.max_seq_len, self.model.vocab_size, device)
         return engine, Conductor(engine, self.model, limits)
 
     def submit(self, request: EngineRequest, client: int = 0, ticket: int = -1) -> int:
@@ -117,7 +115,7 @@ class EngineCore:
         return self.conductor.step()
 
 
-def limits_of(options: EngineOptions, max_seq_len: int, vocab_size: int, run_ahead: bool) -> Limits:
+def limits_of(options: EngineOptions, max_seq_len: int, vocab_size: int, device: torch.device) -> Limits:
     """What of an engine's options concerns the conductor; the rest is the model's and the device's."""
     return Limits(
         max_running_requests=options.max_running_requests,
@@ -126,7 +124,7 @@ def limits_of(options: EngineOptions, max_seq_len: int, vocab_size: int, run_ahe
         max_batch_tokens=options.max_batch_tokens,
         max_seq_len=max_seq_len,
         vocab_size=vocab_size,
-        run_ahead=run_ahead,
+        run_ahead=_run_ahead(options.run_ahead, device),
         max_steps_ahead=options.max_steps_ahead,
         mixed_steps=options.mixed_steps,
         chunked_prefill=options.chunked_prefill,

@@ -15,7 +15,7 @@ from mstar.engine.resources.kv.manager import PagedKVManager
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.graph import Walk
 from mstar.model.captures import text_graph_configs
-from mstar.model.registry import text_walks
+from mstar.model.registry import pages_within, text_walks
 from mstar.model.text_llm import DECODE, MIXED, NODE, PREFILL
 from mstar.runtime.core import limits_of, with_overrides
 from mstar.runtime.options import EngineOptions
@@ -24,7 +24,6 @@ from mstar.simulate.engine import KV, StepBounds, VirtualEngine
 from mstar.simulate.measured import MeasuredSteps
 from mstar.simulate.tokens import EOS, VOCABULARY
 from mstar.simulate.trace import Trace
-from mstar.utils.errors import LoadError
 
 _AFTER: dict[str | None, str | None] = {None: PREFILL, PREFILL: DECODE, DECODE: None}
 
@@ -70,10 +69,10 @@ def build_rig(options: EngineOptions, measured: MeasuredSteps, trace: Trace) -> 
     cpu = torch.device("cpu")
     kv = PagedKVManager(spec.config, EngineResourceInfo(cpu, torch.float32, torch.float32, max_rows, padding_rows=0))
     clock = VirtualClock()
-    bounds = step_bounds(options, torch.device(measured.device), context)
+    device = torch.device(measured.device)
+    bounds = step_bounds(options, device, context)
     engine = VirtualEngine(kv, max_rows, bounds, measured.cost_model(), measured.host, clock, trace)
-    run_ahead = measured.device != "cpu" if options.run_ahead == "auto" else options.run_ahead == "on"
-    limits = limits_of(options, context, VOCABULARY, run_ahead)
+    limits = limits_of(options, context, VOCABULARY, device)
     model = VirtualModel(text_walks(context), specs)
     conductor = Conductor(engine, model, limits, clock=clock)
     return Rig(conductor, model, engine, clock, trace, int(1e3 * measured.host.request_us))
@@ -106,11 +105,7 @@ def _cache(options: EngineOptions, measured: MeasuredSteps, context: int, trace:
     size = options.page_size
     page_bytes = size * measured.kv_token_bytes
     useful = -(-context // size) * options.max_running_requests + NUM_RESERVED_PAGES
-    memory = options.kv_memory_bytes or measured.kv_memory_bytes
-    pages = min(memory // page_bytes, useful)
-    if pages <= NUM_RESERVED_PAGES:
-        least = (NUM_RESERVED_PAGES + 1) * page_bytes
-        raise LoadError(f"kv_memory_bytes: must be at least {least} for this model, got {memory}")
+    pages = pages_within(options.kv_memory_bytes or measured.kv_memory_bytes, page_bytes, useful)
     return PagedKVConfig(
         num_layers=1,
         num_kv_heads=1,

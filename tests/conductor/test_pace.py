@@ -1,5 +1,6 @@
 """How large parts of prompts may be for rows that generate to keep to their time."""
 
+from mstar.conductor.deadlines import Deadlines
 from mstar.conductor.pace import FIRST_TOKENS, LEAST_TOKENS, Pace
 
 from .test_batching import DECODE, PREFILL, batcher, table_of
@@ -9,12 +10,10 @@ from .toy import Bench
 MS = 1_000_000
 
 
-def play(pace: Pace, steps, now=0) -> int:
+def play(pace: Pace, steps) -> None:
     """Steps of (ms, prompt tokens), one after the other."""
     for ms, tokens in steps:
-        pace.landed(now, now + ms * MS, tokens)
-        now += ms * MS
-    return now
+        pace.landed(ms * MS, tokens)
 
 
 def test_it_begins_small_and_learns_what_a_token_costs():
@@ -26,9 +25,10 @@ def test_it_begins_small_and_learns_what_a_token_costs():
 
 def test_a_step_launched_ahead_begins_as_the_one_before_lands():
     pace = Pace(50 * MS)
-    pace.landed(0, 10 * MS, 0)
-    pace.landed(1 * MS, 20 * MS, 0)
-    pace.landed(2 * MS, 20 * MS + 10 * MS + 20 * MS, 10)  # 10 ms as without, 20 ms for 10 tokens
+    moments = iter((10 * MS, 20 * MS, 50 * MS))
+    deadlines = Deadlines(lambda: next(moments))
+    for launched_ns, tokens in ((0, 0), (1 * MS, 0), (2 * MS, 10)):
+        pace.landed(deadlines.landed(launched_ns), tokens)  # the last: 10 ms as without, 20 ms for 10 tokens
     assert pace.prompt_tokens == 20
 
 
@@ -48,10 +48,10 @@ def test_it_follows_a_machine_that_slows_down():
 
 def test_steps_that_took_no_time_are_believed_by_and_by():
     pace = Pace(50 * MS)
-    now = play(pace, [(10, 0), (10, 1)])
+    play(pace, [(10, 0), (10, 1)])
     for wanted in (64, 128, 256):
         assert pace.prompt_tokens == wanted
-        now = play(pace, [(10, wanted)], now)
+        play(pace, [(10, wanted)])
 
 
 def test_it_learns_where_every_step_has_a_prompt():
