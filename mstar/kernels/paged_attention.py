@@ -22,8 +22,9 @@ def paged_decode_reference(
     window: int | None = None,
     deterministic: bool = False,
     repeats_rows: bool = False,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query per row, the last of its tokens; arguments as :func:`paged_prefill_reference`."""
+    """One query per row, the last of its tokens; arguments as :func:`paged_prefill_reference`, ``order`` is unused."""
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     return paged_prefill_reference(q, layer, table, streams, kv_lens, starts, window=window, scale=scale)
 

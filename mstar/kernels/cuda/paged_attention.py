@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from mstar.kernels.cuda.paged_decode import DecodeScratch, is_for_prefill, paged_decode
+from mstar.kernels.cuda.paged_decode import ROW_SHARES, DecodeScratch, is_for_prefill, paged_decode
 from mstar.kernels.cuda.paged_prefill import paged_prefill
 
-__all__ = ["DecodeScratch", "paged_decode", "paged_mixed", "paged_prefill"]
+__all__ = ["ROW_SHARES", "DecodeScratch", "paged_decode", "paged_mixed", "paged_prefill"]
 
 
 def paged_mixed(

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mstar.kernels.cuda.decode_order import first_token, order_programs, span_of_share
 from mstar.kernels.cuda.paged_blocks import LOG2_E, LOWEST, attend_block, key_offsets, load_heads, load_pages
 from mstar.kernels.cuda.paged_prefill import paged_prefill
 from mstar.kernels.cuda.pdl import launch_options, release_dependents, wait_for_inputs
@@ -37,6 +38,7 @@ class DecodeSplit:
         whole_span: tokens up to which a row is one program's, since adding up shares costs as much as reading these.
         least_span: tokens of the smallest share of a longer row.
         fetches_ahead: of rows that are read ahead, the first keys and values come to the L2 cache meanwhile.
+        longest_first: programs begin in order of their tokens, where the caller has room for that order.
     """
 
     block_m: int
@@ -47,6 +49,7 @@ class DecodeSplit:
     whole_span: int
     least_span: int
     fetches_ahead: bool = False
+    longest_first: bool = False
 
 
 def choose_split(num_rows: int, kv_heads: int, head_dim: int) -> DecodeSplit:
@@ -63,9 +66,9 @@ def choose_split(num_rows: int, kv_heads: int, head_dim: int) -> DecodeSplit:
         return DecodeSplit(64, 64, 4, 3, _shares(PROGRAMS // 4, num_pairs), 256, 128)
     if num_pairs <= 132:
         return DecodeSplit(16, 32, 1, 3, _shares(PROGRAMS, num_pairs), 256, 128, fetches_ahead=True)
-    warps = 1 if is_narrow or num_pairs < 640 else 2
-    spans = (512, 256) if is_narrow or num_pairs <= 264 else (1024, 512)
-    return DecodeSplit(16, 32, warps, 3, ROW_SHARES, *spans, fetches_ahead=True)
+    if is_narrow or num_pairs <= 264:
+        return DecodeSplit(16, 32, 1, 3, ROW_SHARES, 512, 256, fetches_ahead=True)
+    return DecodeSplit(16, 32, 1, 3, ROW_SHARES, 1024, 512, fetches_ahead=True, longest_first=True)
 
 
 def _shares(num_programs: int, num_pairs: int) -> int:
@@ -109,6 +112,7 @@ def paged_decode(
     split: DecodeSplit | None = None,
     repeats_rows: bool = False,
     q_indptr: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As :func:`mstar.kernels.paged_attention.paged_decode_reference`.
@@ -124,6 +128,8 @@ def paged_decode(
         q_indptr: int32 [B + 1] where ``q`` is [T, Hq, D]: row ``b``'s query is token ``q_indptr[b]``; rows that have
             none or several are left out, and their results not written.  Not in deterministic mode, nor for what
             the prefill kernel does.
+        order: int32 [B * ROW_SHARES], where the order of programs is kept if the split has one: written by a call that
+            repeats no rows, and read by those that repeat its rows.
         out: contiguous, of the shape of ``q``, to write instead of a new tensor.
     """
     num_rows, (_, num_heads, head_dim) = streams.shape[0], q.shape
@@ -144,8 +150,16 @@ def paged_decode(
     split = split or choose_split(num_rows, kv_heads * blocks, head_dim)
     shares = min(split.shares, _shares(scratch.sums.shape[0], num_rows * kv_heads * blocks))
     block_members, block_d = triton.next_power_of_2(members), max(16, triton.next_power_of_2(head_dim))
+    share_bits, spans = shares.bit_length() - 1, (split.whole_span, split.least_span)
     # Shares beyond the first come last: where rows are short they find nothing to do, and should not be in the way.
-    _decode_kernel[(kv_heads * blocks, num_rows, shares)](
+    grid: tuple[int, ...] = (kv_heads * blocks, num_rows, shares)
+    if not split.longest_first or order is None or order.numel() < num_rows << share_bits:
+        order = None
+    else:
+        grid = kv_heads * blocks, num_rows << share_bits
+        if not repeats_rows:
+            order_programs(order, streams, kv_lens, share_bits, *spans, window or 0, split.block_n)
+    _decode_kernel[grid](
         out,
         q,
         layer,
@@ -153,13 +167,13 @@ def paged_decode(
         streams,
         kv_lens,
         q_indptr,
+        order,
         scratch.sums,
         scratch.stats,
         scratch.arrived,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
-        shares.bit_length() - 1,
-        split.whole_span,
-        split.least_span,
+        share_bits,
+        *spans,
         table.stride(0),
         q.stride(0),
         q.stride(1),
@@ -240,7 +254,7 @@ def _fetch_lines(heads, is_token, HEAD_DIM: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["share_bits", "whole_span", "least_span", "table_stride"],
-    do_not_specialize_on_alignment=["table", "streams", "kv_lens", "q_indptr"],
+    do_not_specialize_on_alignment=["table", "streams", "kv_lens", "q_indptr", "order"],
 )
 def _decode_kernel(
     out,
@@ -250,6 +264,7 @@ def _decode_kernel(
     streams,
     kv_lens,
     q_indptr,
+    order,
     sums,
     stats,
     arrived,
@@ -279,20 +294,23 @@ def _decode_kernel(
     if not READS_AHEAD:
         wait_for_inputs(USE_PDL)
     row, share = tl.program_id(1), tl.program_id(2)
+    if order is not None:
+        entry = tl.load(order + tl.program_id(1))
+        if entry < 0:
+            if tl.program_id(1) == 0:  # somebody has to, so that this kernel ends after those in front
+                wait_for_inputs(USE_PDL)
+            return
+        row, share = entry >> share_bits, entry & ((1 << share_bits) - 1)
     kv_len, stream = tl.load(kv_lens + row), tl.load(streams + row)
     # There is no negative stream; but so it is read beside the lengths, rather than after them.
     token, is_idle = row, stream < 0
     if q_indptr is not None:
         token = tl.load(q_indptr + row)
         is_idle |= tl.load(q_indptr + row + 1) - token != 1
-    begin, end, num_tokens, span = 0, kv_len, kv_len, 0
-    if WINDOW:
-        begin = tl.maximum(kv_len - WINDOW, 0) // BLOCK_N * BLOCK_N
-        num_tokens = kv_len - begin
+    begin = first_token(kv_len, WINDOW, BLOCK_N)
+    end, num_tokens, span = kv_len, kv_len - begin, 0
     if IS_SHARED:
-        least = tl.where(num_tokens <= whole_span, whole_span, least_span)
-        span = tl.maximum((num_tokens + (1 << share_bits) - 1) >> share_bits, least)
-        span = tl.cdiv(span, BLOCK_N) * BLOCK_N
+        span = span_of_share(num_tokens, share_bits, whole_span, least_span, BLOCK_N)
         begin += share * span
         end = tl.minimum(begin + span, kv_len)
         is_idle |= (share > 0) & (begin >= kv_len)

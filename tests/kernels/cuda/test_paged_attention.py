@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from mstar.kernels.attention import attention_reference
-from mstar.kernels.cuda.paged_attention import DecodeScratch, paged_decode, paged_mixed, paged_prefill
+from mstar.kernels.cuda.decode_order import NO_PROGRAM, order_programs
+from mstar.kernels.cuda.paged_attention import ROW_SHARES, DecodeScratch, paged_decode, paged_mixed, paged_prefill
 from mstar.kernels.cuda.paged_decode import DecodeSplit
 from mstar.kernels.cuda.store_kv import store_kv
 from mstar.kernels.paged_attention import paged_decode_reference, paged_prefill_reference
@@ -98,6 +99,43 @@ def test_decode_equals_the_reference_in_one_share_and_in_several(heads, kv_heads
         options = {"window": window, "scale": 0.2, "split": SHORT, "repeats_rows": repeats_rows}
         assert_close(paged_decode(*args, scratch, **options), want)
     assert not scratch.arrived.any()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_programs_may_begin_in_order_of_their_tokens(window, device):
+    kv_lens, dtype = [1, 90, 37, 0, 16, 64], usable(torch.bfloat16, device)
+    cache = make_cache(kv_lens, 2, 64, dtype, device)
+    cache.streams[3] = -1  # padding
+    q, scratch = queries(len(kv_lens), 6, 64, dtype, device), DecodeScratch(len(kv_lens), 6, 2, 64, device)
+    args = (q, cache.layer, cache.table, cache.streams, cache.kv_lens)
+    is_row = cache.streams >= 0
+    want = paged_decode_reference(*args, window=window)[is_row]
+    order = torch.full((len(kv_lens) * ROW_SHARES,), 99, dtype=torch.int32, device=device)
+    split = replace(SHORT, shares=ROW_SHARES, longest_first=True)
+    for repeats_rows in (False, True):  # the second goes by the first's order
+        options = {"window": window, "split": split, "order": order, "repeats_rows": repeats_rows}
+        assert_close(paged_decode(*args, scratch, **options)[is_row], want)
+        assert not scratch.arrived.any()
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("share_bits", [0, 2, 6])
+@pytest.mark.parametrize("num_rows", [1, 5, 300])
+def test_the_order_of_programs(num_rows, share_bits, window, device):
+    draw = torch.Generator().manual_seed(num_rows)
+    lens = torch.randint(0, 200, (num_rows,), generator=draw).int()
+    streams = torch.where(torch.rand(num_rows, generator=draw) < 0.1, -1, 0).int()
+    order = torch.full((num_rows << share_bits,), 99, dtype=torch.int32, device=device)
+    order_programs(order, streams.to(device), lens.to(device), share_bits, 64, 32, window, 16)
+    want = []
+    for row, (stream, kv_len) in enumerate(zip(streams.tolist(), lens.tolist(), strict=True)):
+        first = max(kv_len - window, 0) // 16 * 16 if window else 0
+        tokens = 0 if stream < 0 else kv_len - first
+        span = max(-(-tokens // (1 << share_bits)), 64 if tokens <= 64 else 32)
+        span = -(-span // 16) * 16
+        want += [(-min(span, tokens), row, share) for share in range(max(-(-tokens // span), 1))]
+    want = [row << share_bits | share for _, row, share in sorted(want)]
+    assert order.tolist() == want + [NO_PROGRAM] * (order.numel() - len(want))
 
 
 @pytest.mark.parametrize("window", [None, 24])

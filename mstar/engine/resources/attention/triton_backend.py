@@ -57,12 +57,22 @@ class PagedKernels:
         else:
             write_kv(layer, kv.key_index[: k.shape[0]], kv.value_index[: k.shape[0]], k, v)
 
-    def decode(self, q: torch.Tensor, layer: torch.Tensor, kv: KVPlan, is_first: bool) -> torch.Tensor:
+    def new_order(self, rows: int) -> torch.Tensor | None:
+        """Room for the order that decode's first layer finds and the others repeat; None where there is none."""
+        if not self._is_cuda:
+            return None
+        from mstar.kernels.cuda.paged_attention import ROW_SHARES
+
+        return torch.empty(rows * ROW_SHARES, dtype=torch.int32, device=self._info.device)
+
+    def decode(
+        self, q: torch.Tensor, layer: torch.Tensor, kv: KVPlan, is_first: bool, order: torch.Tensor | None
+    ) -> torch.Tensor:
         """One query of each row; ``is_first``: of the plan's layers."""
         view = kv.view
         assert view is not None
         rows = view.table, view.streams, view.kv_lens
-        return self._decode(q, layer, *rows, self._scratch(), repeats_rows=not is_first, **self._options)
+        return self._decode(q, layer, *rows, self._scratch(), repeats_rows=not is_first, order=order, **self._options)
 
     def mixed(
         self, q: torch.Tensor, layer: torch.Tensor, kv: KVPlan, q_indptr: torch.Tensor, causal: bool, is_first: bool
@@ -100,6 +110,7 @@ class TritonLabelPlan:
         self.repeats_in_graph = kv.head is not None and q_indptr is None
         self._kernels = kernels
         self._q_indptr = q_indptr
+        self._order: torch.Tensor | None = None  # made as the first layer runs, so a graph has one of its own
 
     def attend(self, layer: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Stores k and v of the new tokens in ``layer`` and attends."""
@@ -110,7 +121,9 @@ class TritonLabelPlan:
         """Attends when the new tokens are in ``layer``."""
         is_first = self.layer == 1  # counted before
         if self._q_indptr is None:
-            return self._kernels.decode(q, layer, self.kv, is_first)
+            if is_first:
+                self._order = self._kernels.new_order(self.spans.size)
+            return self._kernels.decode(q, layer, self.kv, is_first, self._order)
         return self._kernels.mixed(q, layer, self.kv, self._q_indptr, self.causal, is_first)
 
 
