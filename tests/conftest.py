@@ -1,4 +1,5 @@
-"""Every test runs captured steps strictly, in child processes too: what a real graph would freeze raises.
+"""Every test runs captured steps strictly, in child processes too: what a real graph would freeze raises, and so does
+a conductor with work in which nothing happens.
 
 Where there is no GPU, Triton's interpreter runs the kernels.
 """
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 os.environ.setdefault("MSTAR_GRAPH_STRICT", "1")
+os.environ.setdefault("MSTAR_PROGRESS_ASSERTS", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read as triton is imported
 if "PYTEST_XDIST_WORKER" in os.environ:

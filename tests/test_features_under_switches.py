@@ -301,6 +301,7 @@ def test_requests_that_give_their_pages_up_go_on_as_if_they_had_not(
         max_batch_tokens=tokens,
         prefix_cache=cache,
         admission_policy="optimistic",
+        preemption="offload",
         resources=json.dumps({"kv_cache": {"max_num_pages": 10 if cache else 14, "cpu_offload_pages": host_pages}}),
     )
     numbers = list(range(len(NAMES)))

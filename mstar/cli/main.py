@@ -19,7 +19,7 @@ from mstar.runtime.launch import thread_waiting
 class BenchGroup(LazyGroup):
     """The commands under ``mstar bench``."""
 
-    targets = {name: f"mstar.cli.bench.{name}:{name}" for name in ("host", "offline", "sampler", "serve")}
+    targets = {name: f"mstar.cli.bench.{name}:{name}" for name in ("host", "offline", "sampler", "serve", "trace")}
 
 
 class KernelsGroup(LazyGroup):

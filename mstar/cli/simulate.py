@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,20 @@ import typer
 
 from mstar.cli.assignments import parse_assignments
 from mstar.cli.errors import InputError
+from mstar.cli.traces import (
+    Options,
+    OutputTokens,
+    PromptTokens,
+    Requests,
+    Seed,
+    SloItl,
+    SloTtft,
+    Tenants,
+    TraceName,
+    Versus,
+    runs_of,
+    trace_maker,
+)
 from mstar.runtime.core import EngineCore
 from mstar.runtime.options import EngineOptions, parse_options
 from mstar.simulate.drive import simulate
@@ -22,32 +35,24 @@ from mstar.simulate.report_text import errors_text, summary_text
 from mstar.simulate.rig import build_rig
 from mstar.simulate.summary import Slo, Summary, summarise
 from mstar.simulate.survey import survey
-from mstar.simulate.synthetic import SYNTHETIC, Ask, with_tenants
-from mstar.simulate.trace import Trace, read_trace, write_trace
+from mstar.simulate.synthetic import Ask
+from mstar.simulate.trace import Trace, write_trace
 from mstar.utils.errors import MstarError
-
-Options = Annotated[
-    list[str] | None,
-    typer.Option(help="NAME=VALUE of an engine option, as in config.pbtxt (max_batch_tokens=512); repeat for several."),
-]
 
 
 def run(
-    trace: Annotated[str, typer.Option(help="poisson, bursts, long-tail, chats, giant, or a .jsonl file")] = "poisson",
+    trace: TraceName = "poisson",
     steps: Annotated[str, typer.Option(help="measured steps: a shipped name, or a .json file")] = "h200-qwen3-0.6b",
-    requests: Annotated[int, typer.Option(min=1, help="of a made-up trace")] = 2_000,
+    requests: Requests = 2_000,
     rate: Annotated[float, typer.Option(min=1e-6, help="requests per second on average")] = 50.0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="mean length; of a chat, what a turn adds")] = 512,
-    output_tokens: Annotated[int, typer.Option(min=1, help="mean length of answers")] = 128,
-    tenants: Annotated[int, typer.Option(min=1, help="deal a made-up trace out to so many, unequally")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="of a made-up trace")] = 0,
-    slo_ttft_ms: Annotated[float, typer.Option(min=0.0, help="a request in time has its first token by then")] = 500.0,
-    slo_itl_ms: Annotated[float, typer.Option(min=0.0, help="and 99% of the gaps between tokens within this")] = 50.0,
+    prompt_tokens: PromptTokens = 512,
+    output_tokens: OutputTokens = 128,
+    tenants: Tenants = 1,
+    seed: Seed = 0,
+    slo_ttft_ms: SloTtft = 500.0,
+    slo_itl_ms: SloItl = 50.0,
     option: Options = None,
-    versus: Annotated[
-        list[str] | None,
-        typer.Option(help="run once more with these options (NAME=VALUE, several by comma); repeat for several runs"),
-    ] = None,
+    versus: Versus = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
     plot: Annotated[Path | None, typer.Option(help="draw latencies and queue into this .png, .svg or .pdf")] = None,
     save_trace: Annotated[Path | None, typer.Option(help="write the trace to this .jsonl file")] = None,
@@ -56,14 +61,11 @@ def run(
     for file, flag in ((json_file, "--json"), (plot, "--plot"), (save_trace, "--save-trace")):
         if file and not file.parent.is_dir():
             raise InputError(f"{flag}: {file.parent} is no folder")
-    measured, given = load(steps), parse_assignments(option or [])
-    runs = {", ".join(option or []) or "defaults": given}
-    for each in versus or []:
-        runs[each] = given | parse_assignments(re.split(r",(?=\w+=)", each), "--versus")
+    measured, runs = load(steps), runs_of(option or [], versus or [])
     pyplot = _pyplot() if plot else None
-    context = _options(given).max_seq_len or measured.max_seq_len
+    context = _options(next(iter(runs.values()))).max_seq_len or measured.max_seq_len
     ask = Ask(requests, rate, prompt_tokens, output_tokens, context, seed)
-    played = _trace(trace, ask, tenants)
+    played = trace_maker(trace, tenants)(ask)
     if save_trace:
         write_trace(played, save_trace)
     print(f"steps of {measured.source}\nfitted to them, error of a step:\n{errors_text(measured.errors())}")
@@ -107,7 +109,7 @@ def _play(
     start = time.perf_counter()
     simulate(rig, measures)
     seconds = time.perf_counter() - start
-    summary = summarise(rig, measures, slo)
+    summary = summarise(rig.played(), measures, slo)
     steps = sum(measures.steps.values())
     speed = f"{len(trace) / seconds:,.0f} requests/s, {steps / seconds:,.0f} steps/s"
     print(f"\n{name}, simulated in {seconds:.1f} s: {speed}")
@@ -117,15 +119,6 @@ def _play(
 
 def _options(given: dict[str, str]) -> EngineOptions:
     return parse_options({"model": "simulated"} | given)[0]
-
-
-def _trace(name: str, ask: Ask, tenants: int) -> Trace:
-    if name.endswith(".jsonl"):
-        return read_trace(Path(name))
-    if name not in SYNTHETIC:
-        raise InputError(f"--trace: {', '.join(SYNTHETIC)} or a .jsonl file, got {name!r}")
-    trace = SYNTHETIC[name](ask)
-    return with_tenants(trace, tenants, ask.seed) if tenants > 1 else trace
 
 
 def _pyplot() -> Any:

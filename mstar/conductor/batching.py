@@ -33,7 +33,7 @@ class Batcher:
 
     Prefill and decode are states like any other, so with both ready they take turns; where a combined walk takes
     both, they share its steps instead.  Rows of one token are all in; what room is left goes to prompts, those that
-    have begun first, then in order of arrival.  Where the node can, the first that does not fit whole brings a part.
+    have begun first, then as they got their rows.  Where the node can, the first that does not fit whole brings a part.
     """
 
     def __init__(
@@ -156,23 +156,25 @@ class Batcher:
         if prompt_tokens is not None:
             brought = np.zeros(rows.size, np.int64)
             brought[rows.size - prompt_tokens.size :] = prompt_tokens
-            spans = _prompt_parts(table, rows, brought)
+            spans = _prompt_parts(table, rows, prompt_tokens)
         for last in last_picks:
-            is_same = last.request_ids.size == ids.size and (last.request_ids == ids).all()
-            if is_same and last.batch.prompt_parts == spans and _are_equal(last.prompt_tokens, brought):
+            is_same = _are_same_requests(last.request_ids, ids) and last.batch.prompt_parts == spans
+            if is_same and _are_equal(last.prompt_tokens, brought):
                 return last
         infos = tuple(table.infos[rows].tolist())
         walks = None
         if len(parts) > 1:
-            walks = tuple(
-                itertools.chain.from_iterable(
-                    itertools.repeat(walk, part.size) for walk, part in zip(lane.walks, parts, strict=True)
-                )
-            )
+            each_walks = ((walk,) * part.size for walk, part in zip(lane.walks, parts, strict=True))
+            walks = tuple(itertools.chain.from_iterable(each_walks))
         batch = Batch(lane.node, lane.walk, infos, walks, spans, tuple(ids.tolist()))
         pick = Pick(lane, rows, ids, batch, brought)
         self._last_picks[key] = (pick, *last_picks[:1])
         return pick
+
+
+def _are_same_requests(first: np.ndarray, second: np.ndarray) -> bool:
+    """Ids int64 [n], n > 0.  The last is looked at first: new requests stand behind those that generate."""
+    return first.size == second.size and bool(first[-1] == second[-1] and (first == second).all())
 
 
 def _are_equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
@@ -180,12 +182,14 @@ def _are_equal(first: np.ndarray | None, second: np.ndarray | None) -> bool:
 
 
 def _prompt_parts(table: RowTable, rows: np.ndarray, tokens: np.ndarray) -> tuple[tuple[int, int] | None, ...] | None:
-    """As in :class:`Batch`; None where all rows with prompts bring all of them."""
-    begins = table.prompt_at[rows]
-    if ((tokens == table.prompt_left[rows]) & (begins == table.cached_tokens[rows]))[tokens > 0].all():
+    """As in :class:`Batch`; None where all rows with prompts, the last of ``rows``, bring all of them."""
+    num_others = rows.size - tokens.size
+    prompts = rows[num_others:]
+    begins = table.prompt_at[prompts]
+    if ((tokens == table.prompt_left[prompts]) & (begins == table.cached_tokens[prompts])).all():
         return None
     spans = zip(begins.tolist(), (begins + tokens).tolist(), strict=True)
-    return tuple((begin, end) if begin < end else None for begin, end in spans)
+    return (None,) * num_others + tuple((begin, end) if begin < end else None for begin, end in spans)
 
 
 def _rows_in(ready: np.ndarray, state: int) -> np.ndarray:
@@ -193,5 +197,7 @@ def _rows_in(ready: np.ndarray, state: int) -> np.ndarray:
 
 
 def _in_order(table: RowTable, rows: np.ndarray) -> np.ndarray:
-    """Rows with prompts: those that have run a step already, then by arrival."""
-    return rows[np.lexsort((table.request_id[rows], table.last_step.values[rows] < 0))]
+    """Rows with prompts: those that have run a step already, then as they got their rows."""
+    if rows.size < 2:
+        return rows
+    return rows[np.lexsort((table.joined[rows], table.last_step.values[rows] < 0))]

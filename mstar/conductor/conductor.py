@@ -15,6 +15,7 @@ from mstar.conductor.configs import RequestConfigs
 from mstar.conductor.counters import Counters
 from mstar.conductor.deadlines import Deadlines
 from mstar.conductor.departures import Departures
+from mstar.conductor.followers import Followers
 from mstar.conductor.joining import Joining
 from mstar.conductor.landing import Landing
 from mstar.conductor.lanes import combined_lanes, plain_lanes
@@ -23,15 +24,18 @@ from mstar.conductor.pace import Pace
 from mstar.conductor.parameters import RefusedParameter
 from mstar.conductor.pools import Pools
 from mstar.conductor.pressure import Pressure
+from mstar.conductor.progress import Progress
 from mstar.conductor.protocols import ServedModel, StepEngine
 from mstar.conductor.queue import Limits, Waiting
 from mstar.conductor.report import Outbox, StepReport
 from mstar.conductor.request import EngineRequest, FinishReason
 from mstar.conductor.rows import RowTable
+from mstar.conductor.step_times import StepTimes
 from mstar.conductor.steps import Flight, Steps
 from mstar.conductor.stops import StopCheck
 from mstar.conductor.transitions import Transitions
 from mstar.conductor.wait_queue import WaitQueue
+from mstar.conductor.way_back import WayBack
 from mstar.graph import compile_walks
 from mstar.utils import knobs
 from mstar.utils.errors import ErrorCode, MstarError, Unavailable
@@ -66,7 +70,8 @@ class Conductor:
         self.pools = Pools(engine.resources)
         self._engine = engine
         self._transitions = transitions = Transitions(compile_walks(model.walks), model.next_walk)
-        self._pace = Pace(limits.target_inter_token_ns) if limits.target_inter_token_ns else None
+        self._times = times = StepTimes()
+        self._pace = Pace(limits.target_inter_token_ns, times) if limits.target_inter_token_ns else None
         self._batcher = Batcher(
             plain_lanes(transitions, engine, limits.chunked_prefill),
             combined_lanes(transitions, engine, limits.chunked_prefill) if limits.mixed_steps else [],
@@ -82,19 +87,28 @@ class Conductor:
         )
         self._outbox = Outbox()
         self._departures = Departures(engine, self._table, self.counters, self._outbox)
-        queue = WaitQueue(limits, self._table, clock)
+        queue = WaitQueue(limits, self._table, clock, self.pools)
         self._lobby = Lobby(queue, engine.prepare_request, limits, self._departures)
         self._joining = Joining(queue, self.pools)
+        self._followers = Followers(engine, self._table, self.pools, self._departures, self.counters, self._outbox)
         stops = StopCheck(limits.vocab_size, model.eos_ids, engine.accept_tokens, self._deadlines)
         self._landing = Landing(engine, self._table, stops, self._departures, self.counters, self._outbox)
         if self.pools.may_run_out:
             self._table.keep_history(limits.max_seq_len)
         self._pressure = Pressure(
-            engine, self._table, self.pools, self._departures, self.counters, transitions.entry_state
+            engine,
+            self._table,
+            self.pools,
+            self._departures,
+            self.counters,
+            transitions.entry_state,
+            WayBack(limits.preemption, times),
+            clock,
         )
         self._steps = Steps(
             engine, self._table, transitions, self._departures, self._pressure, self.counters, self._outbox
         )
+        self._progress = Progress(self._table, self._lobby, self.pools, self._departures)
         self._flights: deque[Flight] = deque()  # launched and not landed, oldest first
         self._plans_ahead = knobs.pre_plan_spec()
         self._ids = itertools.count()
@@ -149,6 +163,7 @@ class Conductor:
                 raise Unavailable(shortfall)
             self._deadlines.add(request.deadline_ns)
         self._lobby.add(waiting)
+        self._engine.clock.mark("arrivals")
         self._join()
         reason = self._lobby.refusal(self.max_running_requests - self._table.num_running)
         if reason is not None and self._lobby.remove(request_id) is not None:
@@ -205,6 +220,8 @@ class Conductor:
         if self._deadlines.are_due():
             self._expire()
         self._lobby.take_prepared()
+        if len(self._followers):
+            self._followers.go_on()
         if len(self._pressure):
             self._pressure.come_back(bool(self._flights))
         self._join()
@@ -222,7 +239,12 @@ class Conductor:
             self._settle()
         if self._plans_ahead:
             self._plan_ahead()
-        return self._outbox.take()
+        report = self._outbox.take()
+        if report.num_stepped or num_before or not report.is_empty:
+            self._progress.was_made()
+        elif self._progress.was_none():
+            report = self._outbox.take()
+        return report
 
     def _steps_ahead(self) -> int:
         """How many steps may be in flight when a call returns."""
@@ -262,8 +284,7 @@ class Conductor:
     def _land(self, flight: Flight) -> None:
         self._landing.land(flight)
         took_ns = self._deadlines.landed(flight.launched_ns)
-        if self._pace is not None:
-            self._pace.landed(took_ns, flight.prompt_tokens)
+        (self._pace or self._times).landed(took_ns, flight.prompt_tokens)
 
     def _plan_ahead(self) -> None:
         """Has the engine plan what the next call launches, should nothing change until then."""
@@ -291,6 +312,8 @@ class Conductor:
             if waiting is None:
                 return
             info = waiting.info
+            coming = self._followers.coming_of(info)
+            self._engine.clock.mark("join")
             try:
                 self._engine.ingest(info)
             except Unavailable:
@@ -302,8 +325,12 @@ class Conductor:
                 else:
                     self._departures.fail_unrun(waiting, ErrorCode.INTERNAL, str(error))
                 continue
-            self._lobby.queue.join(waiting)
+            self._engine.clock.mark("ingest")
+            self._lobby.queue.join(waiting, 0 if coming is None else self.pools.prefix_tokens(coming.num_pages))
             self._table.join(waiting, self._transitions.entry_state)
+            if coming is not None:
+                self._followers.add(info, coming)
             self.counters.prompt_tokens += waiting.request.num_prompt_tokens
             self.counters.cached_prompt_tokens += info.cached_tokens
             self._outbox.add_cached(info.cached_tokens)
+            self._engine.clock.mark("join")

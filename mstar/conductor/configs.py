@@ -15,7 +15,7 @@ from mstar.engine.resources.grammar.config import GrammarReqConfig, GrammarSpec
 from mstar.engine.resources.kv.config import KVReqConfig, PagedKVSpec
 from mstar.engine.resources.logit_edits.config import LogitEditsReqConfig, LogitEditsSpec
 from mstar.engine.resources.logprobs.config import LogprobsReqConfig, LogprobsSpec
-from mstar.engine.resources.sampler.config import SamplerSpec, SamplingReqConfig, derive_seed
+from mstar.engine.resources.sampler.config import SamplerSpec, SamplingReqConfig
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 
 _Spec = TypeVar("_Spec", bound=NodeResourceSpec)
@@ -25,7 +25,7 @@ _NO_EDITS = LogitEdits()
 class RequestConfigs:
     """Builds a request's engine-side description, and refuses what no resource of the model could honour.
 
-    A request without a seed draws from a random salt of this process, mixed with the request's id.
+    A request without a seed takes a random number of this process plus its id for one.
     """
 
     def __init__(self, specs: Sequence[NodeResourceSpec], vocab_size: int, eos_ids: Collection[int]) -> None:
@@ -34,6 +34,7 @@ class RequestConfigs:
         self._editors = _of(specs, LogitEditsSpec)
         self._grammars = _of(specs, GrammarSpec)
         self._observers = _of(specs, LogprobsSpec)
+        self._max_tops = [spec.max_top for spec in self._observers]
         self._vocab_size = vocab_size
         self._eos_ids = tuple(eos_ids)
         self._salt = secrets.randbits(63)
@@ -45,7 +46,8 @@ class RequestConfigs:
             InvalidArgument: a parameter is outside its range or the vocabulary, or nothing in the model honours it;
                 names the request's field.
         """
-        parameters.check_stop_ids(request.stop_ids, self._vocab_size)
+        if request.stop_ids:
+            parameters.check_stop_ids(request.stop_ids, self._vocab_size)
         prompt_ids = request.prompt_array().astype(np.int64)
         configs: dict[str, ResourceReqConfig] = {}
         self._add_sampling(configs, request_id, request)
@@ -66,7 +68,7 @@ class RequestConfigs:
         if not self._samplers:
             parameters.check_unsampled(request)
             return
-        seed = request.seed if request.seed is not None else derive_seed(self._salt, f"request:{request_id}")
+        seed = self._salt + request_id if request.seed is None else request.seed  # both are hashed below
         # Of the ids that a sampler bars, the end-of-sequence ids, none ends a request that ignores them; where it has
         # stop ids of its own, both are barred as one set: see _add_edits.
         has_own_floor = request.ignore_eos or not self._eos_ids or request.stop_ids
@@ -128,10 +130,10 @@ class RequestConfigs:
     def _add_logprobs(
         self, configs: dict[str, ResourceReqConfig], request: EngineRequest, limit: int, prompt_ids: np.ndarray
     ) -> None:
-        asks_prompt = request.num_prompt_logprobs >= 0
-        parameters.check_logprobs(request, limit, [spec.max_top for spec in self._observers])
-        if not asks_prompt and request.num_logprobs < 0:
+        if request.num_logprobs == request.num_prompt_logprobs == -1:
             return
+        asks_prompt = request.num_prompt_logprobs >= 0
+        parameters.check_logprobs(request, limit, self._max_tops)
         config = LogprobsReqConfig(
             num_top=request.num_logprobs,
             num_prompt_top=request.num_prompt_logprobs,

@@ -65,8 +65,3 @@ class Deadlines:
     def reset(self, *remaining: int) -> None:
         """All deadlines of the requests that are left after a look through all of them."""
         self._earliest = min(remaining)
-
-
-def deadline_of(deadline_ns: int) -> int:
-    """A request's deadline, where 0 is none, as a time that can be compared."""
-    return deadline_ns or NEVER

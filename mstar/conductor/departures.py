@@ -69,5 +69,9 @@ class Departures:
         self._outbox.add_failure(Failure(request_id, client, ticket, code, message))
 
     def _free(self, row: int) -> None:
+        clock = self._engine.clock
+        clock.mark("ends")
         self._engine.remove(int(self._table.request_id[row]))
+        clock.mark("remove")
         self._table.leave(row)
+        clock.mark("ends")

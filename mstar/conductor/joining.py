@@ -12,6 +12,8 @@ from mstar.conductor.wait_queue import WaitQueue
 class Joining:
     """The queue's order; where the pools fill gaps, others may pass a head that has to wait for pages.
 
+    Who joins in the place of a head that has its pages is asked for them too; else it is the head after all.
+
     A refusal is remembered until the pools or the head change.
     """
 
@@ -36,7 +38,7 @@ class Joining:
         for waiting in self._queue.first(self._window):
             if waiting.request_id not in self._refused:
                 if self._fits(waiting, head):
-                    return waiting
+                    return self._in_place_of(head) if waiting is head else waiting
                 if not self._refused:
                     self._refused_at = (self._pools.version, head.request_id)
                 self._refused.add(waiting.request_id)
@@ -45,5 +47,15 @@ class Joining:
 
     def _fits(self, waiting: Waiting, head: Waiting) -> bool:
         configs = waiting.info.resource_configs
-        may_join = self._pools.can_join(configs)
-        return may_join and (waiting is head or self._pools.may_pass(configs, head.info.resource_configs))
+        if not self._pools.can_join(configs):
+            return False
+        if waiting is head:
+            return True
+        is_free = self._pools.may_pass(configs, head.info.resource_configs)
+        return is_free and self._queue.may_pass(waiting, self._window)
+
+    def _in_place_of(self, head: Waiting) -> Waiting:
+        preferred = self._queue.preferred()
+        if preferred is None or not self._pools.can_join(preferred.info.resource_configs):
+            return head
+        return preferred

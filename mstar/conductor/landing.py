@@ -47,6 +47,7 @@ class Landing:
     def land(self, flight: Flight) -> None:
         """Waits for the step's tokens; counts, checks and reports each row whose request is still there."""
         assert flight.handle is not None
+        self._clock.mark("schedule")
         try:
             result = self._engine.collect(flight.handle)
         except Exception as error:
@@ -67,7 +68,10 @@ class Landing:
         has_left = self._table.num_left != flight.num_left
         if has_left or is_partial is not None or (fault is not None and np.count_nonzero(fault)):
             counts = self._sort_out(rows, ids, fault, result, is_partial)
-            rows, tokens, is_last = rows[counts], tokens[counts], _those(is_last, counts)
+            if np.count_nonzero(counts) == counts.size:  # others have left
+                counts = None
+            else:
+                rows, tokens, is_last = rows[counts], tokens[counts], _those(is_last, counts)
         if rows.size:
             self._report(_Landed(rows, tokens, is_last, result, counts))
         self._clock.mark("post_process")
@@ -120,7 +124,10 @@ class Landing:
             self._keep(rows, tokens)
             return
         self._outbox.add_step(names, ends.shown, ends.finish)
-        self._keep(rows[ends.is_output], tokens[ends.is_output])
+        if np.count_nonzero(ends.is_output) < rows.size:
+            self._keep(rows[ends.is_output], tokens[ends.is_output])
+        else:
+            self._keep(rows, tokens)
         ended = ends.finish.nonzero()[0]
         for row, reason in zip(rows[ended].tolist(), ends.finish[ended].tolist(), strict=True):
             self._departures.leave(row, FinishReason(reason))
@@ -180,7 +187,9 @@ class Landing:
     def _keep(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         self._counters.generated_tokens += tokens.size
         self._table.record(rows, tokens)
+        self._clock.mark("post_process")
         self._engine.extend_prefix_chains(rows, tokens)
+        self._clock.mark("chains")
 
 
 class _Landed(NamedTuple):

@@ -49,10 +49,11 @@ class Lobby:
                 self._deadlines = [each for each in self._deadlines if each[1] in self]
                 heapq.heapify(self._deadlines)
             heapq.heappush(self._deadlines, (waiting.request.deadline_ns, waiting.request_id))
-        if any(config.needs_preparation for config in waiting.info.resource_configs.values()):
-            self._preparing.add(waiting)
-        else:
-            self.queue.push(waiting)
+        for config in waiting.info.resource_configs.values():
+            if config.needs_preparation:
+                self._preparing.add(waiting)
+                return
+        self.queue.push(waiting)
 
     def remove(self, request_id: int) -> Waiting | None:
         """Takes a request away; None when it is not here."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Protocol, runtime_checkable
 
+from mstar.engine.inputs import RequestInfo
 from mstar.engine.resources.kv.config import KVReqConfig
+from mstar.engine.resources.kv.prefix.sharing import PrefixSharing
 from mstar.engine.resources.spec import ResourceReqConfig
 from mstar.utils.errors import InvalidArgument
 
@@ -43,6 +45,9 @@ class PagePool(Protocol):
     @property
     def admission_version(self) -> Hashable: ...
 
+    @property
+    def prefixes(self) -> PrefixSharing | None: ...
+
     def pages_for(self, tokens: int) -> int: ...
 
     def can_ever_fit(self, tokens: int) -> bool: ...
@@ -57,6 +62,7 @@ class Pools:
 
     def __init__(self, resources: Mapping[str, object]) -> None:
         self._pools = {key: resource for key, resource in resources.items() if isinstance(resource, PagePool)}
+        self._sharing = next((key for key, pool in self._pools.items() if pool.prefixes is not None), None)
 
     @property
     def capacity_tokens(self) -> int | None:
@@ -90,6 +96,21 @@ class Pools:
     def version(self) -> Hashable:
         """Changes when a pool that refused somebody may answer otherwise."""
         return tuple(pool.admission_version for pool in self._pools.values())
+
+    @property
+    def prefixes(self) -> PrefixSharing | None:
+        """What requests share, of the first pool with a prefix cache; None where none has one."""
+        return None if self._sharing is None else self._pools[self._sharing].prefixes
+
+    def prefix_config(self, info: RequestInfo) -> KVReqConfig:
+        """What that pool knows of a request."""
+        assert self._sharing is not None
+        return _of(info.resource_configs, self._sharing)
+
+    def prefix_tokens(self, num_pages: int) -> int:
+        """Tokens in so many pages of that pool."""
+        assert self._sharing is not None
+        return num_pages * self._pools[self._sharing].config.page_size
 
     def check_can_ever_fit(self, prompt_tokens: int, max_tokens: int) -> None:
         """Refuses what would not fit an empty pool.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ from mstar.conductor.departures import Departures
 from mstar.conductor.pools import Pools
 from mstar.conductor.protocols import StepEngine
 from mstar.conductor.rows import IDLE, RowTable
+from mstar.conductor.way_back import WayBack
+from mstar.engine.inputs import RequestInfo
 from mstar.engine.resources.kv.config import KVReqConfig
 from mstar.engine.resources.spec import ResourceReqConfig
 
@@ -35,9 +37,9 @@ class Pressure:
 
     Who goes has the lowest priority, and is the newest of these; the oldest of the highest priority never goes.  Who
     comes back is the first by the same order, once there is room for all its tokens and a page for each row that runs,
-    so that nobody comes back only to go again.  Where the host has room for its pages they wait there, and it goes on
-    bit for bit; else its tokens are run as a prompt, less what the prefix cache still holds of them.  Nobody new joins
-    until all are back.
+    so that nobody comes back only to go again.  Its pages wait on the host, where there is room and that costs less
+    (:class:`~mstar.conductor.way_back.WayBack`), and it goes on bit for bit; else its tokens are run as a prompt, less
+    what the prefix cache still holds of them.  Nobody new joins until all are back.
     """
 
     def __init__(
@@ -48,13 +50,18 @@ class Pressure:
         departures: Departures,
         counters: Counters,
         entry_state: int,
+        way_back: WayBack,
+        clock: Callable[[], int],
     ) -> None:
+        """``clock`` tells the nanoseconds that moving pages takes."""
         self._engine = engine
         self._table = table
         self._pools = pools
         self._departures = departures
         self._counters = counters
         self._entry_state = entry_state
+        self._way_back = way_back
+        self._clock = clock
         self._away: dict[int, _Away] = {}  # by request id
 
     def __len__(self) -> int:
@@ -69,12 +76,12 @@ class Pressure:
         order = np.lexsort((-table.request_id[rows], table.priority[rows]))
         row = int(rows[order[0]])
         info = table.infos[row]
-        is_offloaded = self._engine.offload(info)
+        num_tokens = int(table.prompt_size[row] + table.generated.values[row])
+        is_offloaded = (table.history is None or self._way_back.is_host()) and self._offload(info, num_tokens)
         if not is_offloaded:
             if table.history is None:
                 return False
             self._engine.release(info)
-        num_tokens = int(table.prompt_size[row] + table.generated.values[row])
         self._away[int(table.request_id[row])] = _Away(row, int(table.state[row]), num_tokens, is_offloaded)
         table.move(np.array([row]), IDLE)
         table.release_held()
@@ -94,11 +101,25 @@ class Pressure:
                 return
             if not away.is_offloaded:
                 self._recompute(away)
-            elif self._engine.reload(table.infos[away.row]):
+            elif self._reload(table.infos[away.row], away.num_tokens):
                 table.move(np.array([away.row]), away.state)
             else:
                 return
             del self._away[request_id]
+
+    def _offload(self, info: RequestInfo, num_tokens: int) -> bool:
+        start = self._clock()
+        is_offloaded = self._engine.offload(info)
+        if is_offloaded:
+            self._way_back.moved(num_tokens, self._clock() - start, False)
+        return is_offloaded
+
+    def _reload(self, info: RequestInfo, num_tokens: int) -> bool:
+        start = self._clock()
+        is_back = self._engine.reload(info)
+        if is_back:
+            self._way_back.moved(num_tokens, self._clock() - start, True)
+        return is_back
 
     def _rank(self, request_id: int) -> tuple[int, int]:
         return -int(self._table.priority[self._away[request_id].row]), request_id
@@ -115,7 +136,9 @@ class Pressure:
             self._departures.fail(row, error)
             return
         ran = tokens.size if made else int(table.prompt_at[row])
-        self._counters.recomputed_tokens += max(ran - info.cached_tokens, 0)
+        again = ran - info.cached_tokens
+        self._counters.recomputed_tokens += max(again, 0)
+        self._counters.cached_prompt_tokens += max(-again, 0)  # that others brought meanwhile
         if not made:
             table.heard.pop(row, None)  # it is told of again
         table.come_back(row, self._entry_state, tokens.size, info.cached_tokens)

@@ -20,7 +20,9 @@ class Limits:
     ``max_steps_ahead`` of them where all they need is on the device; ``mixed_steps`` runs prompts beside rows that
     generate, where the model has a walk for it.  A request that waits gains one level of priority every
     ``priority_ageing_s`` seconds, and in the fair share between tenants a generated token counts as
-    ``output_token_weight`` prompt tokens: see :class:`~mstar.conductor.wait_queue.WaitQueue`.
+    ``output_token_weight`` prompt tokens; ``prefix_passes`` bounds how often later ones of its tenant may pass it that
+    find more in the prefix cache: see :class:`~mstar.conductor.wait_queue.WaitQueue`.  ``preemption`` is one of the
+    ways of :class:`~mstar.conductor.way_back.WayBack`.
     """
 
     max_running_requests: int
@@ -36,17 +38,24 @@ class Limits:
     target_inter_token_ns: int = 0
     priority_ageing_s: float = 1.0
     output_token_weight: float = 2.0
+    prefix_passes: int = 0
+    preemption: str = "auto"
 
     def refusal(self, num_waiting: int, num_tokens: int) -> str | None:
         """Which bound so many requests that wait, with so many prompt tokens, exceed, in words; None: they may wait."""
         if num_waiting > self.max_queued_requests:
-            return f"max_queued_requests: at most {self.max_queued_requests} requests may wait, the queue is full"
+            return queue_full(self.max_queued_requests)
         if self.max_queued_tokens and num_waiting and num_tokens > self.max_queued_tokens:
             return (
                 f"max_queued_tokens: at most {self.max_queued_tokens} prompt tokens may wait, "
                 f"with this request they would be {num_tokens}"
             )
         return None
+
+
+def queue_full(max_queued_requests: int) -> str:
+    """What a client is told whose request finds no place; front ends that see it coming say the same."""
+    return f"max_queued_requests: at most {max_queued_requests} requests may wait, the queue is full"
 
 
 class Waiting(NamedTuple):
@@ -58,3 +67,12 @@ class Waiting(NamedTuple):
     request: EngineRequest
     limit: int
     info: RequestInfo
+
+
+class Place(NamedTuple):
+    """Where a request stands: ``number`` counts arrivals.  ``height`` is its priority less the ageing intervals that
+    had passed when it came; with those passed by now, that is its level."""
+
+    waiting: Waiting
+    number: int
+    height: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mstar.conductor.deadlines import NEVER, deadline_of
+from mstar.conductor.deadlines import NEVER
 from mstar.conductor.queue import Waiting
 from mstar.conductor.row_counts import RowCounts, RowFlags, RowMarks
 
@@ -20,9 +20,12 @@ class RowTable:
     its prompt.  ``prompt_left``: of those that are run as a prompt, less ``cached_tokens``, how many no launched step
     has brought; ``prompt_at``: where they begin.  ``is_held``: sits out steps until another request leaves.
     ``is_constrained``: its parameters bar tokens.  ``waits_for_host``: its next step needs its last token on the host.
+    ``follows``: sits out steps until another row has brought pages of its prompt.
+    ``joined``: counts the requests that got a row, so it tells who did first.
     ``last_step``: number of the step that ran it last, -1 before its first.  ``stop_ids`` [capacity, most per request],
     padded with -1.  ``priority``: of the request.  ``deadline_ns``: when it must end.  ``asks_logprobs``: of its
-    tokens, and ``num_logprobs`` how many of the most likely, -1 none; ``asks_prompt``: of its prompt.  ``history``
+    tokens, and ``num_logprobs`` how many of the most likely; ``asks_prompt``: of its prompt, and
+    ``num_prompt_logprobs``; these numbers say nothing where it does not ask.  ``history``
     int32 [capacity, most tokens]: what it generated; None where nobody asks (:meth:`keep_history`).  ``heard``: by row,
     what was told of its prompt in steps that did not bring the end of it.  ``num_left``
     counts departures; ``version`` moves with every change of which rows are ready for what.
@@ -44,6 +47,8 @@ class RowTable:
         self.is_held = np.zeros(capacity, bool)
         self.is_constrained = np.zeros(capacity, bool)
         self.waits_for_host = RowFlags(capacity)
+        self.follows = RowFlags(capacity)
+        self.joined = np.zeros(capacity, np.int64)
         self.last_step = RowMarks(capacity)
         self.stop_ids = np.full((capacity, 0), -1, np.int64)
         self.deadline_ns = np.full(capacity, NEVER, np.int64)
@@ -60,17 +65,20 @@ class RowTable:
         self.num_left = 0
         self.version = 0
         self._has_held = False
+        self._num_joined = 0
 
     @property
     def num_running(self) -> int:
         return len(self.row_of)
 
     def ready_states(self) -> np.ndarray:
-        """int64 [capacity]: ``state``, IDLE also where a row is held or waits for the host; read only."""
+        """int64 [capacity]: ``state``, IDLE also where a row is held, follows or waits for the host; read only."""
         states = np.where(self.is_held, IDLE, self.state) if self._has_held else self.state
         if self.waits_for_host.count:
             waits = self.waits_for_host.values & (self.issued.values > self.generated.values)
             states = np.where(waits, IDLE, states)
+        if self.follows.count:
+            states = np.where(self.follows.values, IDLE, states)
         return states
 
     def join(self, waiting: Waiting, state: int) -> None:
@@ -87,20 +95,35 @@ class RowTable:
         self.generated.values[row] = 0
         self.limit[row] = waiting.limit
         self.ignore_eos[row] = request.ignore_eos
-        self.is_held[row] = False
         self.is_constrained[row] = request.bars_tokens
         self.waits_for_host.write(row, request.guide is not None)
-        self.deadline_ns[row] = deadline_of(request.deadline_ns)
-        self.asks_logprobs.write(row, request.num_logprobs >= 0)
-        self.num_logprobs[row] = request.num_logprobs
-        self.asks_prompt.write(row, request.num_prompt_logprobs >= 0)
-        self.num_prompt_logprobs[row] = request.num_prompt_logprobs
+        if request.deadline_ns:
+            self.deadline_ns[row] = request.deadline_ns
+        if request.num_logprobs >= 0:
+            self.asks_logprobs.write(row, True)
+            self.num_logprobs[row] = request.num_logprobs
+        if request.num_prompt_logprobs >= 0:
+            self.asks_prompt.write(row, True)
+            self.num_prompt_logprobs[row] = request.num_prompt_logprobs
         self.priority[row] = request.request_priority
         self.prompt_size[row] = request.num_prompt_tokens
+        self.joined[row] = self._num_joined
+        self._num_joined += 1
         self.last_step.values[row] = -1
         self._write_stop_ids(row, request.stop_ids)
         self.infos[row] = info
         self.row_of[waiting.request_id] = row
+        self.version += 1
+
+    def follow(self, row: int, does: bool) -> None:
+        """A row that has not run yet sits out steps from now on, or no longer."""
+        self.follows.write(row, does)
+        self.version += 1
+
+    def found(self, row: int, cached_tokens: int) -> None:
+        """Of the prompt of a row that has not run yet, so many tokens are cached by now."""
+        self.prompt_left[row] += self.prompt_at[row] - cached_tokens
+        self.prompt_at[row] = self.cached_tokens[row] = cached_tokens
         self.version += 1
 
     def bring(self, rows: np.ndarray, tokens: np.ndarray) -> None:
@@ -162,7 +185,7 @@ class RowTable:
         self.infos[row] = None
         self.heard.pop(row, None)
         self.deadline_ns[row] = NEVER
-        for flags in (self.waits_for_host, self.asks_logprobs, self.asks_prompt):
+        for flags in (self.waits_for_host, self.follows, self.asks_logprobs, self.asks_prompt):
             flags.write(row, False)
         self.release_held()
         self.num_left += 1

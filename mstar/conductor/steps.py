@@ -84,6 +84,7 @@ class Steps:
     def launch(self, pick: Pick) -> Flight:
         """Hands the pick to the engine and moves its rows on.  :meth:`settle` what it could not run."""
         flight = Flight(pick.rows, pick.request_ids, self._table.num_left)
+        self._clock.mark("schedule")
         try:
             handle = self._engine.launch(pick.batch)
         except Exception as error:
@@ -110,11 +111,12 @@ class Steps:
 
     def _bring(self, flight: Flight, prompt_tokens: np.ndarray) -> None:
         """``prompt_tokens`` int64 [n] of the rows' prompts are on their way."""
-        brings = prompt_tokens > 0
-        self._table.bring(flight.rows[brings], prompt_tokens[brings])
-        flight.prompt_tokens = int(prompt_tokens.sum())
-        is_partial = self._table.prompt_left[flight.rows] > 0
-        flight.is_partial = is_partial if is_partial.any() else None
+        bring = prompt_tokens.nonzero()[0]
+        rows, tokens = flight.rows[bring], prompt_tokens[bring]
+        self._table.bring(rows, tokens)
+        flight.prompt_tokens = int(tokens.sum())
+        if np.count_nonzero(self._table.prompt_left[rows]):
+            flight.is_partial = self._table.prompt_left[flight.rows] > 0
 
     def _advance(self, flight: Flight, lane: Lane) -> None:
         table, rows = self._table, flight.drawing_rows
@@ -133,6 +135,8 @@ class Steps:
         is_last = (table.issued.values[rows] >= table.limit[rows]) | (states == DONE)
         states[is_last] = IDLE
         table.move(rows, states)
+        if not np.count_nonzero(is_last):
+            return
         if flight.is_partial is not None:
             flight.is_last = np.zeros(flight.rows.size, bool)
             flight.is_last[~flight.is_partial] = is_last

@@ -31,12 +31,11 @@ class Transitions:
         self._next = _join(walks, walks.next_state, next_walk)
         self._exit = _join(walks, walks.exit_state, next_walk)
         in_loop = walks.loop_of >= 0
-        self._loop_of = walks.loop_of
         self._ends_iteration = walks.ends_iteration
         self._max_iters = np.full(len(self.states), np.iinfo(np.int64).max)
         self._max_iters[in_loop] = walks.max_iters[walks.loop_of[in_loop]]
-        stays = in_loop & (self._next >= 0) & (walks.loop_of[self._next] == walks.loop_of)
-        self._repeats = (stays & (self._next == np.arange(len(self.states))) & (self._exit == DONE)).tolist()
+        self._stays = in_loop & (self._next >= 0) & (walks.loop_of[self._next] == walks.loop_of)  # in the same loop
+        self._repeats = (self._stays & (self._next == np.arange(len(self.states))) & (self._exit == DONE)).tolist()
 
     def repeats(self, state: int) -> bool:
         """Whether a request that steps in the state stays there until it is done, as in a text model's decode."""
@@ -50,10 +49,12 @@ class Transitions:
         """States and loop rounds after a step in ``states`` [n]; ``DONE`` where the last walk is over."""
         ends = self._ends_iteration[states]
         rounds = iterations + ends
+        after, stays = self._next[states], self._stays[states]
         is_over = ends & (rounds >= self._max_iters[states])
-        after = np.where(is_over, self._exit[states], self._next[states])
-        stays = ~is_over & (self._loop_of[states] >= 0) & (after >= 0) & (self._loop_of[after] == self._loop_of[states])
-        return after, np.where(stays, rounds, 0)
+        if np.count_nonzero(is_over):
+            after[is_over] = self._exit[states[is_over]]
+            stays &= ~is_over
+        return after, rounds * stays
 
 
 def _join(walks: CompiledWalks, table: np.ndarray, next_walk: Callable[[str | None], str | None]) -> np.ndarray:

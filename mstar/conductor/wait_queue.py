@@ -10,25 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from mstar.conductor.fair_share import EVERYBODY, UNIT, FairShare, Rows
-from mstar.conductor.queue import Limits, Waiting
-
-
-class _Place(NamedTuple):
-    """Where a request stands: ``number`` counts arrivals.  ``height`` is its priority less the ageing intervals that
-    had passed when it came; with those passed by now, that is its level."""
-
-    waiting: Waiting
-    number: int
-    height: int
+from mstar.conductor.passes import Passes
+from mstar.conductor.pools import Pools
+from mstar.conductor.prefix_lines import PrefixLines
+from mstar.conductor.queue import Limits, Place, Waiting
 
 
 class _Tenant(NamedTuple):
     """A tenant's requests that wait, by priority, first come first; none of the lines is empty."""
 
     number: int
-    lines: dict[int, OrderedDict[int, _Place]]
+    passes: Passes
+    lines: dict[int, OrderedDict[int, Place]]
 
-    def heads(self) -> list[_Place]:
+    def heads(self) -> list[Place]:
         """The first of each priority."""
         return [next(iter(line.values())) for line in self.lines.values()]
 
@@ -44,12 +39,17 @@ class WaitQueue:
     is first stays so until it joins, leaves, or a higher priority comes that it is not due beside: others that are
     served less may not take the room that it waits for.
 
+    In the place of a head that has its room, another request of its tenant may go that is due and finds at least the
+    half of its prompt in the prefix cache (:meth:`preferred`), as long as nobody before it was passed
+    ``prefix_passes`` times.  Then the shares decide anew, so between tenants this changes nothing.
+
     So with one tenant and one priority it is first come, first served.  Ageing ends at the highest priority there is,
     since beyond it age would outweigh the shares: who has sent a thousand requests has the oldest.
 
     What that guarantees:
 
-    * of one tenant and priority, first come first served;
+    * of one tenant and priority, first come first served, but for those who pass, which nobody suffers more often than
+      is said (:class:`~mstar.conductor.passes.Passes`);
     * of one tenant, a later request passes only while its level is higher, for at most ``priority_ageing_s`` times the
       difference of their priorities, and then the one that is the head already;
     * after ``priority_ageing_s`` times (``MAX_PRIORITY`` - its priority) a request is due whatever comes.  From then on
@@ -62,8 +62,10 @@ class WaitQueue:
     minimum over tenants, also of those known from before (2 µs for 10,000).
     """
 
-    def __init__(self, limits: Limits, rows: Rows, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """``rows`` of those that run; ``clock`` tells nanoseconds."""
+    def __init__(
+        self, limits: Limits, rows: Rows, clock: Callable[[], int] = time.monotonic_ns, pools: Pools | None = None
+    ) -> None:
+        """``rows`` of those that run; ``clock`` tells nanoseconds; ``pools`` know what is cached."""
         self._clock = clock
         self._interval_ns = max(round(limits.priority_ageing_s * 1e9), 1)
         self._shares = FairShare(rows, limits.output_token_weight)
@@ -72,7 +74,10 @@ class WaitQueue:
         self._by_number: dict[int, _Tenant] = {}
         self._num_lines: Counter[int] = Counter()  # by priority
         self._highest = 0  # priority of those that wait
-        self._head: _Place | None = None
+        self._head: Place | None = None
+        self._prefixes = None if pools is None or not limits.prefix_passes else PrefixLines(pools)
+        self._most_passes = limits.prefix_passes
+        self._in_its_place: Place | None = None  # who was last said to join instead of the head
         self.num_tokens = 0
         self.num_pushed = 0  # ever: tells whether somebody arrived since
 
@@ -88,10 +93,10 @@ class WaitQueue:
 
     def push(self, waiting: Waiting) -> None:
         request = waiting.request
-        place = _Place(waiting, self.num_pushed, request.request_priority - self._intervals())
+        place = Place(waiting, self.num_pushed, request.request_priority - self._intervals())
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            tenant = _Tenant(self._shares.begin(request.tenant), {})
+            tenant = _Tenant(self._shares.begin(request.tenant), Passes(), {})
             self._tenants[request.tenant] = self._by_number[tenant.number] = tenant
         line = tenant.lines.get(request.request_priority)
         if line is None:
@@ -101,6 +106,8 @@ class WaitQueue:
             self._put(tenant)
         else:
             line[waiting.request_id] = place
+        if self._prefixes is not None and self._requests:  # who waits alone passes nobody
+            self._prefixes.add(place)
         self._requests[waiting.request_id] = waiting
         self.num_tokens += request.num_prompt_tokens
         self.num_pushed += 1
@@ -116,6 +123,32 @@ class WaitQueue:
             self._head = min((place for place in tenant.heads() if place.height >= bound), key=_number)
         return self._head.waiting
 
+    def preferred(self) -> Waiting | None:
+        """Another of the head's tenant that may join in the head's place, since half of its prompt or more is cached;
+        None: it is the head's turn."""
+        head, prefixes = self._head, self._prefixes
+        if head is None or prefixes is None or not len(prefixes):
+            return None
+        name, bound = head.waiting.request.tenant, self._bound()
+        tenant = self._tenants[name]
+        due = [place for place in tenant.heads() if place.height >= bound]
+        if tenant.passes.of(min(place.number for place in due)) >= self._most_passes:
+            return None
+        found = prefixes.first(name, [place.waiting.request.request_priority for place in due])
+        best = min((place for place in found if place.height >= bound), key=_number, default=head)
+        if best is head:
+            return None
+        self._in_its_place = best
+        return best.waiting
+
+    def may_pass(self, waiting: Waiting, most: int) -> bool:
+        """Whether a request may join before those that are due before it, of which none was passed ``most`` times."""
+        request = waiting.request
+        tenant = self._tenants[request.tenant]
+        oldest = self._oldest_due(tenant)
+        place = tenant.lines[request.request_priority][waiting.request_id]
+        return oldest is None or place.number <= oldest or tenant.passes.of(oldest) < most
+
     def first(self, count: int) -> Iterator[Waiting]:
         """The ``count`` that are to join next, in order, if each was to join at once and found nothing cached; the
         queue is not to be changed meanwhile."""
@@ -126,10 +159,13 @@ class WaitQueue:
         if count > 1:
             yield from itertools.islice(self._behind(head, count), count - 1)
 
-    def join(self, waiting: Waiting) -> None:
-        """A request leaves for its master row, before that row's counts begin anew."""
-        prompt_tokens = waiting.request.num_prompt_tokens - waiting.info.cached_tokens
+    def join(self, waiting: Waiting, coming_tokens: int = 0) -> None:
+        """A request leaves for its master row, before that row's counts begin anew.  Of its prompt's tokens that are
+        not cached, ``coming_tokens`` will be before it needs them."""
+        prompt_tokens = waiting.request.num_prompt_tokens - waiting.info.cached_tokens - coming_tokens
         self._shares.join(self._tenants[waiting.request.tenant].number, waiting.info.row, prompt_tokens)
+        if self._head is None or self._head.waiting is not waiting:
+            self._note_pass(waiting)
         self._take(waiting)
 
     def remove(self, request_id: int) -> Waiting | None:
@@ -140,6 +176,21 @@ class WaitQueue:
             self._take(waiting)
         return waiting
 
+    def _note_pass(self, waiting: Waiting) -> None:
+        """Somebody joins who is not the head; in its place, if that was said: then the shares decide anew."""
+        request = waiting.request
+        tenant = self._tenants[request.tenant]
+        place = tenant.lines[request.request_priority][waiting.request_id]
+        oldest = self._oldest_due(tenant)
+        if oldest is not None and oldest < place.number:
+            tenant.passes.note(place.number, min(tenant.heads(), key=_number).number)
+        if place is self._in_its_place:
+            self._head = None
+
+    def _oldest_due(self, tenant: _Tenant) -> int | None:
+        bound = self._bound()
+        return min((place.number for place in tenant.heads() if place.height >= bound), default=None)
+
     def _take(self, waiting: Waiting) -> None:
         request, request_id = waiting.request, waiting.request_id
         del self._requests[request_id]
@@ -147,8 +198,12 @@ class WaitQueue:
         tenant = self._tenants[request.tenant]
         line = tenant.lines[request.request_priority]
         was_first = next(iter(line)) == request_id
-        del line[request_id]
+        place = line.pop(request_id)
+        if self._prefixes is not None:
+            self._prefixes.remove(place)
         if not line:
+            if self._prefixes is not None:
+                self._prefixes.end(request.tenant, request.request_priority)
             del tenant.lines[request.request_priority]
             self._count_lines(request.request_priority, -1)
         if not tenant.lines:
@@ -183,9 +238,9 @@ class WaitQueue:
         """Those that join after ``head`` as :meth:`first` says, at least ``count`` of them in order."""
         bound = self._bound()
         served: dict[int, int] = {}
-        heap: list[tuple[int, int, int, int, _Place, Iterator[_Place]]] = []  # one entry per line: where its first is
+        heap: list[tuple[int, int, int, int, Place, Iterator[Place]]] = []  # one entry per line: where its first is
 
-        def enter(number: int, rest: Iterator[_Place]) -> None:
+        def enter(number: int, rest: Iterator[Place]) -> None:
             place = next((each for each in rest if each.waiting is not head), None)
             if place is not None:
                 level = min(place.height, bound) if bound != EVERYBODY else 0
@@ -206,5 +261,5 @@ class WaitQueue:
             enter(number, rest)
 
 
-def _number(place: _Place) -> int:
+def _number(place: Place) -> int:
     return place.number

@@ -80,6 +80,11 @@ class GraphBackend(ABC):
     def synchronize(self) -> None:
         """Waits for the device."""
 
+    def failure(self) -> str | None:
+        """Why the device can run nothing more, in its own words; None while it can.  Waits for the device, so it is
+        asked only after something failed."""
+        return None
+
     def measure(self, forward: Callable[[], Any]) -> MemoryUse:
         """Runs ``forward`` and says what device memory it took; asked only where the backend ``budgets_memory``."""
         raise NotImplementedError(f"{type(self).__name__} budgets no memory")

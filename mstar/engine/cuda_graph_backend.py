@@ -95,6 +95,17 @@ class CudaGraphBackend(GraphBackend):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
+    def failure(self) -> str | None:
+        """A fault of a kernel, such as an illegal address, is told by every call from then on: nothing but a new
+        process gets the device back.  An error that is told once, such as too little memory, is none."""
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)  # told once, it is gone now
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+        return None
+
     def measure(self, forward: Callable[[], Any]) -> MemoryUse:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ from mstar.engine.phase_clock import NO_CLOCK, PhaseClock
 from mstar.engine.piecewise_graph_runner import build_region_runners
 from mstar.engine.pre_plan import PrePlanner
 from mstar.engine.requests import RequestTable
-from mstar.engine.resources.base import EngineResourceInfo, Resource
+from mstar.engine.resources.base import EngineResourceInfo, Resource, RowVerdict
 from mstar.engine.resources.runner import StepRunner, build_resources
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.submodule import NodeSubmodule
@@ -137,10 +137,11 @@ class Engine:
         self.clock = clock or NO_CLOCK
         self._step_runner = StepRunner(self.resources, specs)
         self._planner = PrePlanner(self._step_runner, self.device, self.counters, threaded=knobs.pre_plan_spec())
+        self._executor = StepExecutor(self._step_runner, backend, self.device, self.clock, self.counters)
         self._launcher = Launcher(
             self._nodes,
             self._requests,
-            StepExecutor(self._step_runner, backend, self.device, self.clock, self.counters),
+            self._executor,
             self._planner,
             self.steps,
             self.eager_steps,
@@ -166,6 +167,12 @@ class Engine:
         for resource in self.resources.values():
             resource.post_warmup_validate()
 
+    @property
+    def device_failure(self) -> str | None:
+        """Why the device can run nothing more, in its own words; None as long as no step has shown that.  Every step
+        fails from then on, and its rows run no second time: only a new process helps."""
+        return self._executor.device_failure
+
     # Requests.
 
     @_in_inference_mode
@@ -184,7 +191,10 @@ class Engine:
 
     @_in_inference_mode
     def remove(self, request_id: int) -> None:
-        """Frees a request's row and all its state; unknown ids are no error."""
+        """Frees a request's row and all its state; unknown ids are no error, and nothing is freed on a device that has
+        failed."""
+        if self.device_failure is not None:
+            return
         staged = self._planner.prepared
         if staged is not None and request_id in staged.request_ids:
             self._planner.clear()  # before its row and pages go to another request
@@ -249,11 +259,19 @@ class Engine:
 
     def accept_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
         """Tokens int64 [n] that the requests on master rows ``rows`` int64 [n] kept: the gravest
-        :class:`~mstar.engine.resources.base.RowVerdict` of any resource, uint8 [n]; None: all go on."""
+        :class:`~mstar.engine.resources.base.RowVerdict` of any resource, uint8 [n]; None: all go on.
+
+        Where a resource raises, nobody knows how far it came: these rows are BROKEN."""
         verdicts = None
         for resource in self._accepting:
             self._planner.settle()
-            found = resource.accept_tokens(rows, tokens)
+            try:
+                found = resource.accept_tokens(rows, tokens)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a panic of a library written in Rust is no Exception
+                log.exception("%s: the tokens of %d rows were not taken", type(resource).__name__, rows.size)
+                found = np.full(rows.size, RowVerdict.BROKEN, np.uint8)
             if found is not None:
                 verdicts = found if verdicts is None else np.maximum(verdicts, found)
         return verdicts
@@ -317,7 +335,7 @@ class Engine:
         A row whose inputs or ``postprocess`` fail is left out and named in ``errors``.  An admission that is refused
         (or not ready) runs nothing and is reported.  When plan or forward of several rows raise, nothing was committed
         and the rows run once more, one by one and eager; those that fail again are named in ``errors``.  Whatever
-        happens, the engine stays usable.
+        happens, the engine stays usable, unless the device has failed (:attr:`device_failure`).
 
         Raises:
             KeyError: an unknown node, or a row that was not ingested.
@@ -331,9 +349,14 @@ class Engine:
         return self._launcher.can_queue(batch)
 
     def collect(self, in_flight: InFlight) -> StepResult:
-        """Waits for a launched step's host values, padding cut off.  Asked again, it answers the same."""
+        """Waits for a launched step's host values, padding cut off.  Asked again, it answers the same.
+
+        An error that the device reports only now fails all rows of the step.
+        """
         self._planner.settle()
         result = in_flight.result()
+        if result.errors is not in_flight.errors:  # the device had more to say
+            self._executor.has_device_failed()
         self.clock.mark("collect")
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import torch
@@ -16,6 +17,8 @@ from mstar.engine.phase_clock import PhaseClock
 from mstar.engine.resources.runner import StepRunner
 from mstar.engine.resources.step import StepContext
 from mstar.engine.rows import PlannedStep, PreparedBatch
+
+log = logging.getLogger(__name__)
 
 
 class SpentStep(Exception):
@@ -160,7 +163,10 @@ class Execution:
 
 
 class StepExecutor:
-    """What every step of an engine needs."""
+    """What every step of an engine needs.
+
+    ``device_failure``: why the device can run nothing more, once :meth:`has_device_failed` has found that out.
+    """
 
     def __init__(
         self,
@@ -175,3 +181,12 @@ class StepExecutor:
         self.device_type = device.type
         self.clock = clock
         self.counters = counters
+        self.device_failure: str | None = None
+
+    def has_device_failed(self) -> bool:
+        """Asked after a failure, whether the device is to blame for good."""
+        if self.device_failure is None:
+            self.device_failure = self.backend.failure()
+            if self.device_failure is not None:
+                log.critical("the device has failed: %s", self.device_failure)
+        return self.device_failure is not None

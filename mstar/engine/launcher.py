@@ -120,7 +120,7 @@ class Launcher:
         except SpentStep as spent:
             self._fail(in_flight, prepared.request_ids, spent.error)
         except Exception as error:
-            if len(prepared.infos) == 1:
+            if self._executor.has_device_failed() or len(prepared.infos) == 1:
                 self._fail(in_flight, prepared.request_ids, error)
             else:
                 log.exception("%s/%s: a step failed, its rows run alone", batch.node, batch.graph_walk)
@@ -180,6 +180,7 @@ class Launcher:
         batch = in_flight.batch
         log.error("%s/%s: %d rows failed", batch.node, batch.graph_walk, len(request_ids), exc_info=error)
         in_flight.errors.update(dict.fromkeys(request_ids, error))
+        self._executor.has_device_failed()
 
     def _count(self, batch: Batch, eager_reason: str | None) -> None:
         self._steps[batch.node, batch.graph_walk] += 1

@@ -143,7 +143,7 @@ def prepare_batch(node: EngineNode, batch: Batch, cached: Mapping[int, int]) -> 
         spans = np.full(count, template.input_seq_len, dtype=np.int64)
     else:
         infos, inputs, walks = _prepare_each(node, batch, cached, errors)
-        request_ids = tuple(info.request_id for info in infos)
+        request_ids = batch.request_ids if len(infos) == len(batch.infos) else tuple(info.request_id for info in infos)
         loops = {walk: node.loopback_inputs(walk) for walk in set(walks)}
         looped = [loops[walk] for walk in walks]
         spans = np.array([row.input_seq_len for row in inputs], dtype=np.int64)

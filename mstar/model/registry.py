@@ -142,7 +142,7 @@ def size_kv(
     """The paged cache that fits the memory budget, and no larger than the running requests can fill.
 
     Raises:
-        LoadError: the budget holds no page; names the option.
+        LoadError: a budget holds no page; names the option.
     """
     kv = PagedKVConfig(
         num_layers=config.num_layers,
@@ -163,7 +163,8 @@ def size_kv(
     if pages - NUM_RESERVED_PAGES < kv.max_pages_per_row:
         tokens = (pages - NUM_RESERVED_PAGES) * kv.page_size
         logger.warning("the KV cache holds %d tokens, less than one sequence of %d", tokens, max_seq_len)
-    return dataclasses.replace(kv, max_num_pages=pages, cpu_offload_pages=options.kv_host_memory_bytes // page_bytes)
+    host_pages = host_pages_within(options.kv_host_memory_bytes, page_bytes, useful - NUM_RESERVED_PAGES)
+    return dataclasses.replace(kv, max_num_pages=pages, cpu_offload_pages=host_pages)
 
 
 def pages_within(budget: int, page_bytes: int, useful: int) -> int:
@@ -177,6 +178,17 @@ def pages_within(budget: int, page_bytes: int, useful: int) -> int:
         least = (NUM_RESERVED_PAGES + 1) * page_bytes
         raise LoadError(f"kv_memory_bytes: must be at least {least} for this model, got {budget}")
     return pages
+
+
+def host_pages_within(budget: int, page_bytes: int, useful: int) -> int:
+    """Pages of ``budget`` bytes on the host, ``useful`` at most; none of 0 bytes.
+
+    Raises:
+        LoadError: the budget is above 0 and holds no page; names the option.
+    """
+    if 0 < budget < page_bytes:
+        raise LoadError(f"kv_host_memory_bytes: must be 0 or at least {page_bytes} for this model, got {budget}")
+    return min(budget // page_bytes, useful)
 
 
 def _max_seq_len(config: ModelConfig, options: ModelLoadOptions) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +27,8 @@ from mstar.utils import knobs
 
 NODE = "LLM"
 PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
-_needs_full_variant = attrgetter("needs_full_variant")
+LOGPROBS = "logprobs"
+_needs_full_variant, _input_seq_len = attrgetter("needs_full_variant"), attrgetter("input_seq_len")
 
 
 class TextLLM(ARNodeSubmodule):
@@ -81,9 +83,10 @@ class TextLLM(ARNodeSubmodule):
 
     def eager_reason(self, graph_walk: str, infos: Sequence[RequestInfo]) -> str | None:
         # The head over every token of a prompt, for the few that ask: no capture has room for that.
-        if graph_walk != DECODE and any(_asks_about_prompt(info) for info in infos):
-            return "prompt_logprobs"
-        return None
+        if graph_walk == DECODE:
+            return None
+        asking = [info for info in infos if LOGPROBS in info.resource_configs]  # mostly nobody
+        return "prompt_logprobs" if any(map(_asks_about_prompt, asking)) else None
 
     def declare_step(
         self,
@@ -96,9 +99,7 @@ class TextLLM(ARNodeSubmodule):
         variant = variant_of(slot_lease)
         if graph_walk == DECODE:
             return self._decode_steps[variant]
-        segments = tuple(
-            [Segment(i, MAIN_LABEL, row.input_seq_len) for i, row in zip(request_ids, inputs, strict=True)]
-        )
+        segments = tuple(map(Segment, request_ids, repeat(MAIN_LABEL), map(_input_seq_len, inputs)))
         tracked = {} if variant is None else _prompt_ids(request_ids, inputs)
         sampler = SamplerStep(segments, prefill_tracked_tokens=tracked)
         return _step(narrow_to_final(sampler, request_ids, inputs), segments, variant)
@@ -144,7 +145,7 @@ class TextLLM(ARNodeSubmodule):
 
 
 def _asks_about_prompt(info: RequestInfo) -> bool:
-    config = info.resource_configs.get("logprobs")
+    config = info.resource_configs.get(LOGPROBS)
     return isinstance(config, LogprobsReqConfig) and config.num_prompt_top >= 0 and not info.is_resumed
 
 

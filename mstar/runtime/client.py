@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import zmq
 
+from mstar.conductor.queue import queue_full
 from mstar.runtime import messages
 from mstar.runtime.board import Board, Slot, StaleCheck
 from mstar.runtime.launch import load_failure, start_engine
@@ -145,8 +146,8 @@ class EngineClient:
         if self._board.is_draining:
             raise Unavailable("the engine is draining")
         # A request for no tokens never waits; the server answers one at load, which must not fail on a busy engine.
-        if request.max_tokens != 0 and self._board.queued >= max(self._info.max_queued_requests, 1):
-            raise Unavailable(f"max_queued_requests: at most {self._info.max_queued_requests} may wait")
+        if request.max_tokens != 0 and self._is_visibly_full():
+            raise Unavailable(queue_full(self._info.max_queued_requests))
         self._send(Submit(ticket, request))
 
     def cancel(self, ticket: int) -> None:
@@ -181,6 +182,11 @@ class EngineClient:
                 _wait_for_end(self._record, wait_s)
         if self._child is not None:
             self._child.poll()  # reaps it if it ended
+
+    def _is_visibly_full(self) -> bool:
+        """Those that are being prepared, for whom a row is free, wait for no one."""
+        num_free = max(self._info.max_running_requests - self._board.running, 0)
+        return self._board.queued - num_free >= max(self._info.max_queued_requests, 1)
 
     def _connect(self) -> None:
         assert self._folder is not None

@@ -131,6 +131,8 @@ def limits_of(options: EngineOptions, max_seq_len: int, vocab_size: int, device:
         target_inter_token_ns=round(options.target_inter_token_ms * 1e6),
         priority_ageing_s=options.priority_ageing_s,
         output_token_weight=options.output_token_weight,
+        prefix_passes=options.prefix_passes if options.prefix_cache else 0,
+        preemption=options.preemption,
     )
 
 

@@ -68,6 +68,8 @@ class InProcess:
 
     def poll(self) -> StepReport:
         report = self.core.step()
+        if self.core.engine.device_failure is not None:
+            raise EngineFault(f"the device has failed: {self.core.engine.device_failure}")
         if report.is_empty and not report.num_stepped:
             time.sleep(IDLE_WAIT_S)  # what is waited for needs the cores: a grammar to compile
         return report

@@ -15,22 +15,21 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from mstar.runtime import exit_codes
 from mstar.runtime.board import Board
 from mstar.runtime.cpus import physical_cores
 from mstar.runtime.options import EngineOptions
 from mstar.runtime.presence import EngineFolder
 from mstar.runtime.processes import ExitWatch
-from mstar.utils.errors import MstarError
+from mstar.utils.errors import LoadError, MstarError
 
 log = logging.getLogger("mstar.engine")
-
-LOAD_ERROR_EXIT_CODE = 3
 
 
 def main(arguments: list[str]) -> int:
     """Loads and serves; returns the process's exit code.
 
-    0: left of its own will.  3: the model could not be loaded, the folder's ``load_error`` says why.  70: a step hung.
+    0: left of its own will.  1: a defect of the engine's.  Others: :mod:`mstar.runtime.exit_codes`.
     """
     given = _parse(arguments)
     faulthandler.enable()
@@ -46,10 +45,14 @@ def main(arguments: list[str]) -> int:
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.bind(folder.socket_address)
     try:
-        return _load_and_serve(given.name, folder, socket, server, board)
+        code = _load_and_serve(given.name, folder, socket, server, board)
     finally:
         socket.close(linger=1000)
         context.term()
+    if code == exit_codes.DEVICE_FAILED:
+        logging.shutdown()
+        os._exit(code)  # to free what lies on the device would fail, and abort
+    return code
 
 
 def _load_and_serve(name: str, folder: EngineFolder, socket: zmq.Socket[bytes], server: ExitWatch, board: Board) -> int:
@@ -63,16 +66,17 @@ def _load_and_serve(name: str, folder: EngineFolder, socket: zmq.Socket[bytes], 
 
         core = EngineCore(msgspec.structs.replace(options, num_threads=options.num_threads or physical_cores()))
         rehearse(core)
+        if core.engine.device_failure is not None:
+            raise LoadError(f"option device: {core.info.device} has failed: {core.engine.device_failure}")
     except Exception as error:
         log.exception("the model could not be loaded")
         _leave_load_error(folder, str(error) if isinstance(error, MstarError) else f"{type(error).__name__}: {error}")
-        return LOAD_ERROR_EXIT_CODE
+        return exit_codes.LOAD_ERROR
     gc.collect()
     gc.freeze()  # a collection over the model's objects would show as a late step
     serving = EngineServer(core, folder, socket, server, board)
     signal.signal(signal.SIGTERM, lambda *_: serving.drain(options.drain_timeout_s))
-    serving.run()
-    return 0
+    return serving.run()
 
 
 def _leave_load_error(folder: EngineFolder, message: str) -> None:

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import logging
+import math
 import select
 import time
+from collections import OrderedDict
 
 import torch
 import zmq
 
+from mstar.conductor.report import StepReport
 from mstar.conductor.request import FinishReason
-from mstar.runtime import messages
+from mstar.runtime import exit_codes, messages
 from mstar.runtime.board import Board, EngineState, Slot
 from mstar.runtime.core import MESSAGES_PER_STEP, EngineCore
 from mstar.runtime.fronts import Front, Fronts
 from mstar.runtime.messages import Beat, Bye, Cancel, Failed, Finish, Hello, PromptTokens, Submit
 from mstar.runtime.outgoing import by_client
 from mstar.runtime.presence import EngineFolder
-from mstar.runtime.processes import ExitWatch
+from mstar.runtime.processes import ExitWatch, children_seconds, own_seconds
 from mstar.runtime.watchdog import Watchdog
-from mstar.utils.errors import ErrorCode, MstarError, Unavailable
+from mstar.utils.errors import EngineFault, ErrorCode, MstarError, Unavailable
 
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.05  # between two looks at the processes around
 PRESENCE_INTERVAL_S = 1.0  # between two looks into the folder
 IDLE_WAIT_MS = 50
+MOST_READS = 512  # messages between two steps, some 5 ms
 LEAVE_AFTER_S = 1.0  # without front ends
 FIRST_FRONT_S = 60.0  # from the start to the first one
 
 
 class EngineServer:
     """Runs one core for the front ends of one server.  Single threaded but for the watchdog.
+
+    Requests that have come are let in a few per step, so that a flood of them does not stop the rows that run; what is
+    said of earlier ones, such as a cancel, does not wait behind them.
 
     Args:
         socket: a ROUTER, bound before the model was loaded; what came meanwhile waits in it.
@@ -50,7 +57,9 @@ class EngineServer:
         # A long prompt that is not split has a step of its own, which takes that much longer.
         is_split = core.options.chunked_prefill
         longest = 1.0 if is_split else max(1.0, core.info.max_seq_len / core.options.max_batch_tokens)
-        self._watchdog = Watchdog(board, core.options.step_timeout_s * longest)
+        worked = own_seconds if core.engine.device.type == "cpu" else children_seconds
+        self._watchdog = Watchdog(board, core.options.step_timeout_s * longest, worked)
+        self._arrivals: OrderedDict[tuple[str, int], Submit] = OrderedDict()  # by front end and ticket, oldest first
         self._next_look = self._next_presence = 0.0
         self._alone_since = time.monotonic() + FIRST_FRONT_S - LEAVE_AFTER_S
         self._drain_until: float | None = None
@@ -64,27 +73,41 @@ class EngineServer:
             self._board[Slot.STATE] = EngineState.DRAINING
 
     @torch.inference_mode()  # here, since each step would pay for entering it
-    def run(self) -> None:
-        """Serves until no front end is left, the server is gone, or it has drained."""
+    def run(self) -> int:
+        """Serves until no front end is left, the server is gone, it has drained, or the device has failed; the exit
+        code of the process."""
         self._watchdog.start()
         self._board[Slot.STATE] = EngineState.READY
         try:
             while True:
                 # Before the look around: the beats that came during a long step have to count.
-                self._receive(0 if self._core.has_work() else IDLE_WAIT_MS)
+                self._receive(0 if self._has_work() else IDLE_WAIT_MS)
                 if self._is_over():
-                    break
+                    return 0
                 if self._core.has_work():
                     self._step()
+                    if self._core.engine.device_failure is not None:
+                        self._end_rest(EngineFault(f"the device has failed: {self._core.engine.device_failure}"))
+                        return exit_codes.DEVICE_FAILED
                 self._publish_counters()
         finally:
             self._board[Slot.STATE] = EngineState.EXITED
             self._watchdog.stop()
 
+    def _has_work(self) -> bool:
+        return bool(self._arrivals) or self._core.has_work()
+
     def _step(self) -> None:
-        self._watchdog.step_begins()
+        self._watchdog.begins()
         report = self._core.step()
-        self._watchdog.step_ends()
+        self._watchdog.ends()
+        self._tell(report)
+        if report.is_empty and not report.num_stepped:
+            time.sleep(0.001)  # nothing could run: the cores are for those who will free or prepare something
+
+    # Messages out.
+
+    def _tell(self, report: StepReport) -> None:
         for prompt in report.prompt_logprobs:
             front = self._fronts.by_number(prompt.client)
             if front is not None:
@@ -97,10 +120,6 @@ class EngineServer:
                 self._send(front, message)
         for failure in report.failures:
             self._send_failure(failure.client, failure.ticket, failure.code, failure.message)
-        if report.is_empty and not report.num_stepped:
-            time.sleep(0.001)  # nothing could run: the cores are for those who will free or prepare something
-
-    # Messages out.
 
     def _send_failure(self, number: int, ticket: int, code: ErrorCode, message: str) -> None:
         front = self._fronts.by_number(number)
@@ -119,15 +138,18 @@ class EngineServer:
     def _receive(self, wait_ms: int) -> None:
         if wait_ms and not self._socket.poll(wait_ms):
             return
-        for _ in range(MESSAGES_PER_STEP):
+        self._watchdog.begins()
+        for _ in range(MOST_READS):
             try:
                 address, frame = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             try:
                 self._handle(address, messages.decode_to_engine(frame))
             except Exception:
                 log.exception("a message from %r could not be handled", address)
+        self._let_in()
+        self._watchdog.ends()
 
     def _handle(self, address: bytes, message: messages.ToEngine) -> None:
         name = address[:-2].decode()
@@ -137,26 +159,44 @@ class EngineServer:
                 front = front or self._fronts.add(message, address)
                 log.info("front end %s (pid %d) is there", name, message.pid)
                 self._send(front, self._core.info)
-            case Submit() if front is not None:
-                self._submit(front, message)
-            case Cancel() if front is not None:
-                if (request_id := front.tickets.get(message.ticket)) is not None:
+            case Submit():
+                self._arrivals[name, message.ticket] = message
+            case Cancel() | Finish() if front is not None:
+                arrival = self._arrivals.pop((name, message.ticket), None)
+                if arrival is not None:
+                    self._submit(front, arrival)
+                if (request_id := front.tickets.get(message.ticket)) is None:
+                    return
+                if isinstance(message, Cancel):
                     self._core.cancel(request_id)
-            case Finish() if front is not None:
-                if (request_id := front.tickets.pop(message.ticket, None)) is not None:
+                else:
+                    del front.tickets[message.ticket]
                     self._core.finish(request_id, message.kept_tokens)
             case Beat() if front is not None:
                 self._fronts.beat(front)
             case Bye() if front is not None:
                 self._drop(front, "signed off")
 
-    def _submit(self, front: Front, message: Submit) -> None:
+    def _let_in(self, most: float = MESSAGES_PER_STEP) -> None:
+        """Submits the oldest arrivals until ``most`` of them were accepted."""
+        while self._arrivals and most > 0:
+            (name, _), arrival = self._arrivals.popitem(last=False)
+            front = self._fronts.by_name(name)
+            if front is not None:
+                most -= self._submit(front, arrival)
+
+    def _submit(self, front: Front, message: Submit) -> bool:
+        """Whether the request was accepted."""
         try:
             request_id = self._core.submit(message.request, front.number, message.ticket)
-        except MstarError as error:
-            self._send(front, Failed(message.ticket, error.code.value, str(error)))
-        else:
-            front.tickets[message.ticket] = request_id
+        except Exception as error:
+            code = error.code if isinstance(error, MstarError) else ErrorCode.INTERNAL
+            if code is ErrorCode.INTERNAL:
+                log.exception("a request of %s could not be submitted", front.name)
+            self._send(front, Failed(message.ticket, code.value, str(error)))
+            return False
+        front.tickets[message.ticket] = request_id
+        return True
 
     # Who is around.
 
@@ -169,8 +209,8 @@ class EngineServer:
             log.warning("the server (pid %d) is gone", self._server.pid)
             return True
         self._drop_dead(now)
-        if self._drain_until is not None and (now > self._drain_until or not self._core.has_work()):
-            self._end_rest()
+        if self._drain_until is not None and (now > self._drain_until or not self._has_work()):
+            self._end_rest(Unavailable("the engine is shutting down"))
             return True
         if len(self._fronts):
             self._alone_since = now
@@ -199,6 +239,7 @@ class EngineServer:
         self._alone_since = time.monotonic()
 
     def _cancel_all(self, front: Front) -> None:
+        self._let_in(math.inf)  # its own among them are told then, too
         for request_id in list(front.tickets.values()):
             self._core.cancel(request_id)
 
@@ -212,10 +253,12 @@ class EngineServer:
         log.info("no front end is left")
         return True
 
-    def _end_rest(self) -> None:
-        self._core.conductor.fail_all(Unavailable("the engine is shutting down"))
-        for failure in self._core.step().failures:
-            self._send_failure(failure.client, failure.ticket, failure.code, failure.message)
+    def _end_rest(self, error: MstarError) -> None:
+        """Tells everybody who still waits for something of this error."""
+        self._core.conductor.drain()
+        self._let_in(math.inf)  # that is, refuses
+        self._core.conductor.fail_all(error)
+        self._tell(self._core.step())
 
     def _load(self) -> tuple[int, int]:
         return self._core.conductor.num_running, self._core.conductor.num_queued

@@ -89,6 +89,14 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         "then more run at once, and when pages run out the newest of the lowest priority wait for the others.",
     ),
     Field(
+        name="preemption",
+        kind="str",
+        default="auto",
+        choices=("auto", "offload", "recompute"),
+        doc="How a request that gave its pages up comes back: from the host, if kv_host_memory_bytes has room, or by "
+        "running its tokens again. auto takes what has cost less.",
+    ),
+    Field(
         name="max_running_requests",
         kind="int",
         default=64,
@@ -185,6 +193,16 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         doc="What a generated token counts in the fair share between tenants; a prompt token counts 1, a cached one 0.",
     ),
     Field(
+        name="prefix_passes",
+        kind="int",
+        default=8,
+        low=0,
+        high=2**20,
+        unit="requests",
+        doc="A request that waits may be passed by so many later ones of its tenant of whose prompt half or more is in "
+        "the prefix cache; 0 keeps to the order of arrival.",
+    ),
+    Field(
         name="prefix_cache",
         kind="bool",
         default=True,
@@ -229,7 +247,7 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         low=1.0,
         high=86400.0,
         unit="s",
-        doc="An engine whose step (of max_batch_tokens) takes longer, and 20 times its longest one, ends itself.",
+        doc="An engine that waits longer for a step (of max_batch_tokens), and 4 times the longest, ends itself.",
     ),
     Field(
         name="drain_timeout_s",
@@ -354,6 +372,7 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     page_size: int = 16
     kv_host_memory_bytes: int = 0
     admission_policy: str = "reserve"
+    preemption: str = "auto"
     max_running_requests: int = 64
     max_queued_requests: int = 1024
     max_queued_tokens: int = 0
@@ -365,6 +384,7 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     max_steps_ahead: int = 4
     priority_ageing_s: float = 1.0
     output_token_weight: float = 2.0
+    prefix_passes: int = 8
     prefix_cache: bool = True
     deterministic: bool = False
     resources: str | None = None

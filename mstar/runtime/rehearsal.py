@@ -42,7 +42,7 @@ def rehearse(core: EngineCore) -> None:
             log.info("rehearsed without a request that is refused: %s", error)
         for _ in range(2):
             num_steps += _stepped(conductor.step())
-    while conductor.has_work():
+    while conductor.has_work() and core.engine.device_failure is None:
         num_steps += _stepped(conductor.step())
     for counter in (core.engine.steps, core.engine.eager_steps, core.engine.counters):
         counter.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -12,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from mstar.runtime.messages import EngineRequest, FinishReason, TokenRows
+from mstar.serving.cancels import CancelPoll
 from mstar.serving.rows import TicketRows
 from mstar.serving.senders import Failure, Prompt, SenderPool
 from mstar.serving.sequences import MAX_SEQUENCES, Sequences, split_ticket, ticket_of
@@ -19,8 +19,6 @@ from mstar.utils.errors import ErrorCode, MstarError, Unavailable
 
 logger = logging.getLogger(__name__)
 
-CANCEL_POLL_S = 0.05  # is_cancelled() is a round trip until it is true: one loop asks for all
-CANCEL_ASKS = 64  # in one go, of many requests in turn: such a trip costs as much as a response
 DRAINING = "the server is shutting down"
 
 
@@ -50,11 +48,9 @@ class Frontend:
         self._open: dict[int, Sequences] = {}
         self._numbers = itertools.count(1)
         self._refusal: str | None = None  # why new requests are turned away
-        self._to_ask: list[int] = []  # numbers whose turn to be asked for a cancel comes; the cancel loop's own
         self._pool = SenderPool(self, num_senders)
-        self._stop = threading.Event()
-        self._cancel_loop = threading.Thread(target=self._poll_cancels, name="mstar-cancel", daemon=True)
-        self._cancel_loop.start()
+        self._cancels = CancelPoll(self._open, self._on_cancel)
+        self._cancels.start()
 
     @property
     def num_open(self) -> int:
@@ -115,8 +111,7 @@ class Frontend:
 
     def close(self) -> None:
         """Stop the threads; call ``drain`` first, or open requests never end."""
-        self._stop.set()
-        self._cancel_loop.join()
+        self._cancels.stop()
         self._pool.close()
 
     def _wait_until_idle(self, timeout_s: float) -> bool:
@@ -179,23 +174,7 @@ class Frontend:
             self._abandon(failure.number, sequences, but=failure.ticket)
         sequences.reply.fail(failure.code, failure.message)
 
-    # Cancel loop.
-    def _poll_cancels(self) -> None:
-        while not self._stop.wait(CANCEL_POLL_S):
-            self._cancel_asked()  # a call, so that no local keeps the last request, and with it its sender, alive
-
-    def _cancel_asked(self) -> None:
-        self._to_ask = self._to_ask or list(self._open)
-        asked, self._to_ask = self._to_ask[:CANCEL_ASKS], self._to_ask[CANCEL_ASKS:]
-        for number in asked:
-            sequences = self._open.get(number)
-            if sequences is not None and not sequences.is_abandoned and self._asks_cancel(sequences):
-                self._abandon(number, sequences)
-                self._pool.put(Failure(number, ErrorCode.CANCELLED, "the client cancelled the request"))
-
-    def _asks_cancel(self, sequences: Sequences) -> bool:
-        try:
-            return sequences.reply.is_cancelled()
-        except Exception:  # a server that cannot say: the request goes on
-            logger.exception("request %r: cancellation could not be read", sequences.request_id)
-            return False
+    # The cancel poll's thread.
+    def _on_cancel(self, number: int, sequences: Sequences) -> None:
+        self._abandon(number, sequences)
+        self._pool.put(Failure(number, ErrorCode.CANCELLED, "the client cancelled the request"))

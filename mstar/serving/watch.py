@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from mstar.runtime.board import Board, Slot, StaleCheck
+from mstar.runtime.board import Board, EngineState, Slot, StaleCheck
 from mstar.runtime.client import BEAT_STALE_S
 from mstar.runtime.presence import EngineFolder, EngineRecord, crashed, engine_folders, server_folder
 
@@ -41,17 +41,15 @@ class Presence:
         stale = []
         for folder in self._folders():
             engine = folder.engine()
-            if engine is None or not engine.is_alive():
-                self._beats.pop(folder.path, None)  # the next engine of this folder has a board of its own
+            watched = self._beats.pop(folder.path, None) or _open_board(folder)
+            if engine is None or not engine.is_alive() or watched is None:
                 continue
-            if folder.path not in self._beats:
-                try:
-                    self._beats[folder.path] = Board.open(folder.board_path), StaleCheck(BEAT_STALE_S)
-                except OSError:  # it has just been started
-                    continue
-            board, check = self._beats[folder.path]
-            if check.is_stale(board[Slot.BEAT_NS]):
-                stale.append(engine)
+            board, check = watched
+            # An engine that loads has no beat yet; and its folder has the board of the one before it at first.
+            if board.state in (EngineState.READY, EngineState.DRAINING):
+                self._beats[folder.path] = watched
+                if check.is_stale(board[Slot.BEAT_NS]):
+                    stale.append(engine)
         return stale
 
     def has_live_stubs(self) -> bool:
@@ -90,6 +88,13 @@ class Presence:
 
     def _folders(self) -> list[EngineFolder]:
         return engine_folders(self._server_pid)
+
+
+def _open_board(folder: EngineFolder) -> tuple[Board, StaleCheck] | None:
+    try:
+        return Board.open(folder.board_path), StaleCheck(BEAT_STALE_S)
+    except OSError:  # its engine has just been started
+        return None
 
 
 def read_end(folder: EngineFolder) -> list[str]:

@@ -13,6 +13,19 @@ from mstar.model.text_llm import PREFILL
 KINDS = ("decode", "prefill", "mixed")
 
 
+class StepSize(NamedTuple):
+    """Rows of a step that bring one token each, rows that bring tokens of their prompts, and these tokens."""
+
+    decode_rows: int
+    prompt_rows: int
+    prompt_tokens: int
+
+    @property
+    def kind(self) -> str:
+        """One of :data:`KINDS`."""
+        return _kind(self.decode_rows, self.prompt_rows)
+
+
 class Composition(NamedTuple):
     """``decode_context`` counts the tokens that rows of one token attend to, themselves included.  ``prompt_pairs``
     counts pairs of a prompt's token in this step and one it attends to."""
@@ -26,9 +39,7 @@ class Composition(NamedTuple):
     @property
     def kind(self) -> str:
         """One of :data:`KINDS`."""
-        if not self.prompt_rows:
-            return "decode"
-        return "mixed" if self.decode_rows else "prefill"
+        return _kind(self.decode_rows, self.prompt_rows)
 
 
 class StepRows(NamedTuple):
@@ -52,16 +63,37 @@ class StepRows(NamedTuple):
 
 def rows_of(batch: Batch, stored: np.ndarray) -> StepRows:
     """The rows of a batch of a text model, with ``stored`` int64 [n] tokens each in the cache before the step."""
-    num_rows = len(batch.request_ids)
-    if batch.row_walks is None:
-        num_prompts = num_rows if batch.graph_walk == PREFILL else 0
-    else:
-        num_prompts = sum(walk == PREFILL for walk in batch.row_walks)
+    num_rows, num_prompts = len(batch.request_ids), _num_prompts(batch)
     spans = np.ones(num_rows, np.int64)
     for row in range(num_rows - num_prompts, num_rows):
-        part = None if batch.prompt_parts is None else batch.prompt_parts[row]
-        spans[row] = part[1] - part[0] if part is not None else _prompt_len(batch, row) - int(stored[row])
+        spans[row] = _span(batch, row, int(stored[row]))
     return StepRows(spans, stored, num_prompts)
+
+
+def size_of(batch: Batch) -> StepSize:
+    """As :func:`rows_of`, without a look at what is stored: prompts that are not split begin behind what was cached."""
+    num_rows, num_prompts = len(batch.request_ids), _num_prompts(batch)
+    prompts = range(num_rows - num_prompts, num_rows)
+    tokens = sum(_span(batch, row, batch.infos[row].cached_tokens) for row in prompts)
+    return StepSize(num_rows - num_prompts, num_prompts, tokens)
+
+
+def _num_prompts(batch: Batch) -> int:
+    if batch.row_walks is None:
+        return len(batch.request_ids) if batch.graph_walk == PREFILL else 0
+    return batch.row_walks.count(PREFILL)
+
+
+def _span(batch: Batch, row: int, begin: int) -> int:
+    """Tokens of a row with a prompt, which begin at ``begin`` if it is not split."""
+    part = None if batch.prompt_parts is None else batch.prompt_parts[row]
+    return part[1] - part[0] if part is not None else _prompt_len(batch, row) - begin
+
+
+def _kind(decode_rows: int, prompt_rows: int) -> str:
+    if not prompt_rows:
+        return "decode"
+    return "mixed" if decode_rows else "prefill"
 
 
 def _prompt_len(batch: Batch, row: int) -> int:

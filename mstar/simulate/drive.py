@@ -34,7 +34,7 @@ def simulate(rig: Rig, measures: Measures) -> None:
             continue
         before = clock.now_ns
         report = conductor.step()
-        _check(report)
+        check(report)
         measures.on_report(report, clock.now_ns, conductor.num_queued, conductor.num_running)
         for ticket in measures.ends_of(report):
             arrivals.ended(ticket, clock.now_ns)
@@ -47,8 +47,8 @@ def simulate(rig: Rig, measures: Measures) -> None:
             clock.wait_until(due)
 
 
-def _check(report: StepReport) -> None:
-    """What the conductor takes for an engine's failure is the simulator's own here."""
+def check(report: StepReport) -> None:
+    """Raises what the conductor takes for the engine's failure: no trace can cause it."""
     for failure in report.failures:
         if failure.code is ErrorCode.INTERNAL:
             raise EngineFault(failure.message)

@@ -1,4 +1,4 @@
-"""What a simulation notes as it runs: times by request, counts by step, how long the queue was."""
+"""What is noted of a trace that is played: times by request, counts by step, how long the queue was."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from mstar.conductor.report import StepReport
 from mstar.conductor.request import FinishReason
-from mstar.simulate.composition import Composition
+from mstar.simulate.composition import Composition, StepSize
 from mstar.simulate.gaps import GapHistogram
 from mstar.simulate.timeline import Timeline
 from mstar.simulate.trace import Trace
@@ -54,12 +54,12 @@ class Measures:
         self._ends(np.array([ticket]), REFUSED, now_ns)
         self.refusals[f"{error.code}: {str(error).split(':')[0]}"] += 1
 
-    def on_step(self, composition: Composition, nanoseconds: int) -> None:
-        """A step was launched that takes so long."""
-        kind = composition.kind
+    def on_step(self, step: Composition | StepSize, nanoseconds: int) -> None:
+        """A step was run that takes so long."""
+        kind = step.kind
         self.steps[kind] += 1
-        self.step_rows[kind] += composition.decode_rows + composition.prompt_rows
-        self.step_tokens[kind] += composition.decode_rows + composition.prompt_tokens
+        self.step_rows[kind] += step.decode_rows + step.prompt_rows
+        self.step_tokens[kind] += step.decode_rows + step.prompt_tokens
         self.step_ns[kind] += nanoseconds
 
     def on_report(self, report: StepReport, now_ns: int, num_queued: int, num_running: int) -> None:
@@ -74,6 +74,10 @@ class Measures:
                 self._ends(report.tickets[has_ended], report.finish[has_ended], now_ns)
         for failure in report.failures:
             self._ends(np.array([failure.ticket]), FAILED, now_ns)
+
+    def on_stop(self, tickets: np.ndarray, now_ns: int) -> None:
+        """Those who asked have read enough of ``tickets``, int64 [n]: nothing more is told of them."""
+        self._ends(tickets, FinishReason.STOP, now_ns)
 
     def ends_of(self, report: StepReport) -> list[int]:
         """Tickets that a report ends."""

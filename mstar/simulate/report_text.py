@@ -22,7 +22,7 @@ def summary_text(summary: Summary) -> str:
         ("goodput", f"{summary.goodput:,.2f} requests/s, {summary.goodput_tokens:,.0f} tokens/s"),
         ("waiting", f"{summary.mean_queued:,.1f} on average, {summary.max_queued:,} at most"),
         ("running", f"{summary.mean_running:,.1f} on average, steps {summary.batch_fill:.0%} full"),
-        ("device", f"{summary.device_share:.0%} busy"),
+        ("device", f"{summary.device_share:.0%} of the time with a step"),
     ]
     for kind, steps in summary.steps.items():
         text = f"{steps.steps:,}, mean {steps.rows:.1f} rows, {steps.tokens:.1f} tokens, {steps.ms:.3f} ms"

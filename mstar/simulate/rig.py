@@ -15,13 +15,14 @@ from mstar.engine.resources.kv.manager import PagedKVManager
 from mstar.engine.resources.spec import NodeResourceSpec
 from mstar.graph import Walk
 from mstar.model.captures import text_graph_configs
-from mstar.model.registry import pages_within, text_walks
+from mstar.model.registry import host_pages_within, pages_within, text_walks
 from mstar.model.text_llm import DECODE, MIXED, NODE, PREFILL
 from mstar.runtime.core import limits_of, with_overrides
 from mstar.runtime.options import EngineOptions
 from mstar.simulate.clock import VirtualClock
 from mstar.simulate.engine import KV, StepBounds, VirtualEngine
 from mstar.simulate.measured import MeasuredSteps
+from mstar.simulate.summary import Played
 from mstar.simulate.tokens import EOS, VOCABULARY
 from mstar.simulate.trace import Trace
 
@@ -50,6 +51,11 @@ class Rig:
     clock: VirtualClock
     trace: Trace
     request_ns: int  # that the host spends on taking a request in
+
+    def played(self) -> Played:
+        """After the simulation."""
+        conductor = self.conductor
+        return Played(self.trace, conductor.counters, conductor.max_running_requests, self.clock.busy_ns)
 
 
 def build_rig(options: EngineOptions, measured: MeasuredSteps, trace: Trace) -> Rig:
@@ -115,5 +121,5 @@ def _cache(options: EngineOptions, measured: MeasuredSteps, context: int, trace:
         page_size=size,
         prefix_cache=options.prefix_cache and trace.shares_streams,
         admission_fit="sum" if options.admission_policy == "reserve" else "none",
-        cpu_offload_pages=options.kv_host_memory_bytes // page_bytes,
+        cpu_offload_pages=host_pages_within(options.kv_host_memory_bytes, page_bytes, useful - NUM_RESERVED_PAGES),
     )

@@ -1,17 +1,19 @@
-"""What a simulation is summed up to: latencies, goodput, how full steps were, how fairly tenants were served."""
+"""What a trace that was played is summed up to: latencies, goodput, how full steps were, tenants' shares."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from mstar.conductor.counters import Counters
 from mstar.conductor.request import FinishReason
 from mstar.simulate.composition import KINDS
 from mstar.simulate.measures import FAILED, REFUSED, UNSEEN, Measures
-from mstar.simulate.rig import Rig
+from mstar.simulate.trace import Trace
 
 SHARES = (0.5, 0.9, 0.99)
 LATE_SHARE = 0.01  # of a request's gaps that may be above the bound
@@ -54,10 +56,10 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """All of it.  Times are virtual.
+    """All of it.
 
     ``batch_fill``: rows of steps that generate over the most that may run; ``device_share``: of the time that the
-    device was busy; ``goodput`` and ``goodput_tokens`` count requests in time and their tokens, per second;
+    device had a step; ``goodput`` and ``goodput_tokens`` count requests in time and their tokens, per second;
     ``preemptions``: times that a running request gave its pages up, and ran ``recomputed_tokens`` again;
     ``fairness``: Jain's index of the tokens generated for each tenant, 1 when all got as many.
     """
@@ -95,9 +97,20 @@ class Summary(msgspec.Struct, frozen=True):
         return msgspec.json.decode(msgspec.json.encode(self))
 
 
-def summarise(rig: Rig, measures: Measures, slo: Slo) -> Summary:
-    """Of a simulation that has come to its end."""
-    trace, counters = rig.trace, rig.conductor.counters
+@dataclass(frozen=True)
+class Played:
+    """A trace that was played to its end: what the conductor counted since its start, the most rows that could run, and
+    the nanoseconds in which the device had a step."""
+
+    trace: Trace
+    counters: Counters
+    max_rows: int
+    busy_ns: int
+
+
+def summarise(played: Played, measures: Measures, slo: Slo) -> Summary:
+    """Of a trace that was played, and what was noted of it."""
+    trace, counters = played.trace, played.counters
     seconds = max(int(measures.end_ns.max()) - int(measures.arrival_ns.min()), 1) / 1e9
     has_first = measures.first_ns != UNSEEN
     ttft_ms = (measures.first_ns - measures.arrival_ns)[has_first] / 1e6
@@ -125,8 +138,8 @@ def summarise(rig: Rig, measures: Measures, slo: Slo) -> Summary:
         mean_queued=measures.timeline.mean_queued,
         max_queued=measures.timeline.max_queued,
         mean_running=measures.timeline.mean_running,
-        batch_fill=fill / rig.conductor.max_running_requests,
-        device_share=rig.clock.busy_ns / 1e9 / seconds,
+        batch_fill=fill / played.max_rows,
+        device_share=played.busy_ns / 1e9 / seconds,
         steps={kind: _kind(measures, kind) for kind in KINDS if measures.steps[kind]},
         refused_admissions=counters.refused_admissions,
         preemptions=counters.preemptions,
@@ -135,7 +148,7 @@ def summarise(rig: Rig, measures: Measures, slo: Slo) -> Summary:
         prompt_tokens=counters.prompt_tokens,
         cached_share=measures.cached_tokens / max(counters.prompt_tokens, 1),
         fairness=jain(tokens_of_tenant),
-        tenants=_tenants(rig, measures, tokens_of_tenant),
+        tenants=_tenants(trace, measures, tokens_of_tenant),
     )
 
 
@@ -175,9 +188,8 @@ def _kind(measures: Measures, kind: str) -> StepKind:
     return StepKind(steps, rows / steps, tokens / steps, spent / 1e6 / steps)
 
 
-def _tenants(rig: Rig, measures: Measures, tokens: np.ndarray) -> dict[str, Tenant]:
+def _tenants(trace: Trace, measures: Measures, tokens: np.ndarray) -> dict[str, Tenant]:
     """Those with the most requests."""
-    trace = rig.trace
     asked = np.bincount(trace.tenants, minlength=tokens.size)
     found = {}
     for tenant in np.argsort(-asked, kind="stable")[:MOST_TENANTS].tolist():

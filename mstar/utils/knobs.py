@@ -49,6 +49,7 @@ KNOBS: dict[str, Knob] = {
         Knob("MSTAR_NUM_SLOTS", "int", 2, "slots of double-buffered nodes", 1, 64),
         Knob("MSTAR_PRE_PLAN_SPEC", "bool", False, "plan the next step on a thread of its own"),
         Knob("MSTAR_KV_DEBUG_ASSERTS", "bool", False, "check page conservation at every commit"),
+        Knob("MSTAR_PROGRESS_ASSERTS", "bool", False, "an engine with work in which nothing happens raises (tests)"),
         Knob("MSTAR_PYTHON", "str", None, "interpreter that runs the engine process"),
         Knob(
             "MSTAR_RUNTIME_DIR", "str", None, "folder of engine sockets, logs and records; short, for a socket's path"
@@ -211,6 +212,12 @@ def pre_plan_spec() -> bool:
 def kv_debug_asserts() -> bool:
     """MSTAR_KV_DEBUG_ASSERTS (default 0): the KV manager checks that free and owned pages add up, every commit."""
     return read_bool("MSTAR_KV_DEBUG_ASSERTS")
+
+
+def progress_asserts() -> bool:
+    """MSTAR_PROGRESS_ASSERTS (default 0): a conductor that has work, and finds nothing to run in 100 calls, raises
+    instead of ending a request after 2,000."""
+    return read_bool("MSTAR_PROGRESS_ASSERTS")
 
 
 def engine_python() -> str | None:

@@ -67,9 +67,9 @@ def test_nobody_ready_is_no_step():
     assert batcher().pick(table) is None
 
 
-def test_a_mixed_step_has_all_rows_of_one_token_first_then_whole_prompts_in_order_of_arrival():
+def test_a_mixed_step_has_all_rows_of_one_token_first_then_whole_prompts_as_they_joined():
     table = table_of((PREFILL, 30), (DECODE, 5), (PREFILL, 60), (DECODE, 5), (PREFILL, 20))
-    table.request_id[0] = 99  # arrived last
+    table.joined[0] = 99  # came first, joined last
     pick = batcher().pick(table)
     assert pick.batch.graph_walk == "mixed"
     assert pick.rows.tolist() == [1, 3, 2, 4]

@@ -30,7 +30,7 @@ def test_the_first_prompt_that_does_not_fit_brings_what_room_is_left():
 
 def test_a_prompt_that_has_begun_comes_before_older_ones():
     table = table_of((PREFILL, 150), (PREFILL, 60))
-    table.request_id[0] = 99
+    table.joined[0] = 99
     each = batcher(splits=True)
     table.move(np.array([1]), -1)  # not there yet
     pick = each.pick(table)

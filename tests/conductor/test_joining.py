@@ -24,6 +24,7 @@ class Pool:
 
     config = KV
     num_usable_pages = 100
+    prefixes = None
 
     def __init__(self, free: int, order: str = "fifo", window: int = 128, small: int = 0) -> None:
         self.free_pages = free

@@ -2,6 +2,7 @@
 
 from mstar.conductor.deadlines import Deadlines
 from mstar.conductor.pace import FIRST_TOKENS, LEAST_TOKENS, Pace
+from mstar.conductor.step_times import StepTimes
 
 from .test_batching import DECODE, PREFILL, batcher, table_of
 from .test_chunks import brought
@@ -17,14 +18,14 @@ def play(pace: Pace, steps) -> None:
 
 
 def test_it_begins_small_and_learns_what_a_token_costs():
-    pace = Pace(50 * MS)
+    pace = Pace(50 * MS, StepTimes())
     assert pace.prompt_tokens == FIRST_TOKENS
     play(pace, [(10, 0), (10 + 64, 64)])  # 1 ms a token
     assert pace.prompt_tokens == 40
 
 
 def test_a_step_launched_ahead_begins_as_the_one_before_lands():
-    pace = Pace(50 * MS)
+    pace = Pace(50 * MS, StepTimes())
     moments = iter((10 * MS, 20 * MS, 50 * MS))
     deadlines = Deadlines(lambda: next(moments))
     for launched_ns, tokens in ((0, 0), (1 * MS, 0), (2 * MS, 10)):
@@ -33,13 +34,13 @@ def test_a_step_launched_ahead_begins_as_the_one_before_lands():
 
 
 def test_prompts_go_on_however_short_the_time():
-    pace = Pace(1 * MS)
+    pace = Pace(1 * MS, StepTimes())
     play(pace, [(10, 0), (100, 10)])
     assert pace.prompt_tokens == LEAST_TOKENS
 
 
 def test_it_follows_a_machine_that_slows_down():
-    pace = Pace(100 * MS)
+    pace = Pace(100 * MS, StepTimes())
     play(pace, [(10, 0), (20, 10)])
     assert pace.prompt_tokens == 64, "twice as many at most as were timed"
     play(pace, [(30, 0), (50, 10)] * 40)
@@ -47,7 +48,7 @@ def test_it_follows_a_machine_that_slows_down():
 
 
 def test_steps_that_took_no_time_are_believed_by_and_by():
-    pace = Pace(50 * MS)
+    pace = Pace(50 * MS, StepTimes())
     play(pace, [(10, 0), (10, 1)])
     for wanted in (64, 128, 256):
         assert pace.prompt_tokens == wanted
@@ -55,13 +56,13 @@ def test_steps_that_took_no_time_are_believed_by_and_by():
 
 
 def test_it_learns_where_every_step_has_a_prompt():
-    pace = Pace(20 * MS)
+    pace = Pace(20 * MS, StepTimes())
     play(pace, [(200, 50)] * 5)
     assert pace.prompt_tokens == LEAST_TOKENS
 
 
 def test_only_steps_that_somebody_waits_for_are_kept_short():
-    pace = Pace(50 * MS)
+    pace = Pace(50 * MS, StepTimes())
     table = table_of((PREFILL, 500))
     assert brought(batcher(splits=True, pace=pace).pick(table)) == [(0, 100)]
     table = table_of((DECODE, 5), (PREFILL, 500))

@@ -287,6 +287,7 @@ class Bench:
         mixed=False,
         chunked=False,
         target_ms=0,
+        prefix_passes=0,
         **kv_fields,
     ):
         kv = PagedKVConfig(
@@ -323,6 +324,7 @@ class Bench:
             mixed_steps=mixed,
             chunked_prefill=chunked,
             target_inter_token_ns=target_ms * 1_000_000,
+            prefix_passes=prefix_passes,
         )
         if steps_ahead > 1:
             self.engine.can_queue = lambda batch: True  # the echo needs nothing of the host

@@ -305,6 +305,7 @@ def test_an_unknown_quantisation_is_refused_by_the_tensors_name(kind: int, messa
         ({"max_seq_len": 513}, "max_seq_len: must be 2 to 512"),
         ({"max_seq_len": 1}, "max_seq_len: must be 2 to 512"),
         ({"kv_memory_bytes": 1000}, "kv_memory_bytes: must be at least 65536"),
+        ({"kv_host_memory_bytes": 1000}, "kv_host_memory_bytes: must be 0 or at least 32768"),
     ],
 )
 def test_options_the_model_cannot_honour_are_refused_by_name(

@@ -52,3 +52,5 @@ def test_the_cache_fills_its_budget_but_takes_no_more_than_rows_can_use(folder: 
     assert kv_of(folder, kv_memory_bytes=10 * page + 5).max_num_pages == 10
     assert kv_of(folder, kv_memory_bytes=1 << 40, max_running_requests=2).max_num_pages == 1 + 2 * 512 // 16
     assert kv_of(folder, max_running_requests=2, max_seq_len=17).max_num_pages == 1 + 2 * 2
+    assert kv_of(folder, kv_host_memory_bytes=10 * page + 5).cpu_offload_pages == 10
+    assert kv_of(folder, kv_host_memory_bytes=1 << 40, max_running_requests=2).cpu_offload_pages == 2 * 512 // 16

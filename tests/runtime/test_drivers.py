@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_a_lost_child_is_told_to_whoever_asks(child):
 def test_an_engine_in_this_process_is_not_asked_without_pause(monkeypatch):
     driver = InProcess.__new__(InProcess)
     steps = itertools.chain([empty_report()], iter(lambda: empty_report(failures=["failed"]), None))
-    driver.core = type("Core", (), {"step": lambda self: next(steps)})()
+    driver.core = SimpleNamespace(step=lambda: next(steps), engine=SimpleNamespace(device_failure=None))
     pauses = []
     monkeypatch.setattr("mstar.runtime.drivers.time.sleep", pauses.append)
     driver.poll()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mstar.runtime.board import EngineState
+from mstar.runtime.board import Board, EngineState
 from mstar.runtime.client import EngineClient
 from mstar.runtime.messages import FinishReason
 from mstar.runtime.options import EngineOptions
@@ -126,6 +126,24 @@ def test_cancel_and_finish_free_the_row_within_a_moment(attach):
     recorder.wait(lambda: 3 in recorder.ends)
     assert recorder.ends == {1: [FinishReason.CANCELLED], 3: [FinishReason.LENGTH]}
     assert len(recorder.tokens[2]) == count
+
+
+def test_a_cancel_of_what_has_ended_is_not_there_or_is_anothers_has_no_effect(attach):
+    client, recorder = attach()
+    other, heard = attach()
+    client.submit(1, greedy([1], 2))
+    recorder.wait(lambda: 1 in recorder.ends)
+    other.submit(5, greedy([1, 2, 3], 500))
+    heard.wait(lambda: 5 in heard.tokens)
+    for ticket in (1, 5, 2**40):
+        client.cancel(ticket)
+    client.submit(2, greedy([1], 1))
+    recorder.wait(lambda: 2 in recorder.ends)
+    assert 5 not in heard.ends  # it still ran when the engine read the cancels, which came before
+    heard.wait(lambda: 5 in heard.ends)
+    assert heard.ends == {5: [FinishReason.LENGTH]}
+    assert len(heard.tokens[5]) == 500
+    assert recorder.ends == {1: [FinishReason.LENGTH], 2: [FinishReason.LENGTH]}
 
 
 def test_a_killed_engine_is_noticed_at_once_and_once(attach):
@@ -291,3 +309,14 @@ def test_a_request_for_no_tokens_passes_a_full_queue(attach):
     client.submit(4, greedy([1], 0))
     recorder.wait(lambda: 4 in recorder.ends)
     assert recorder.ends == {4: [FinishReason.LENGTH]}
+
+
+def test_who_is_prepared_for_a_free_row_fills_no_queue(attach, monkeypatch):
+    client, recorder = attach(max_running_requests=2, max_queued_requests=1)
+    monkeypatch.setattr(Board, "queued", property(lambda board: 1))
+    client.submit(1, greedy([1], 1))
+    recorder.wait(lambda: 1 in recorder.ends)
+    assert recorder.ends == {1: [FinishReason.LENGTH]}
+    monkeypatch.setattr(Board, "running", property(lambda board: 2))
+    with pytest.raises(Unavailable, match="the queue is full"):
+        client.submit(2, greedy([1], 1))

@@ -1,5 +1,6 @@
 """The engine's loop, in a thread of this process."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from mstar.runtime import client as client_module
 from mstar.runtime import fronts
 from mstar.runtime.board import Board, Slot
 from mstar.runtime.client import EngineClient
-from mstar.runtime.core import EngineCore
+from mstar.runtime.core import MESSAGES_PER_STEP, EngineCore
 from mstar.runtime.engine_server import EngineServer
 from mstar.runtime.messages import FinishReason
 from mstar.runtime.options import EngineOptions
@@ -121,3 +122,82 @@ def test_beats_sent_during_a_long_step_count(served, monkeypatch):
         assert recorder.ends == {1: [FinishReason.LENGTH]}
     finally:
         client.close()
+
+
+def test_a_cancel_does_not_wait_behind_a_flood_of_requests(served, client, monkeypatch):
+    core, _ = served
+    recorder, step, cancel = client.recorder, core.step, core.cancel
+    steps, cancelled_at = [0], {}
+
+    def slow_step():
+        steps[0] += 1
+        time.sleep(0.05)
+        return step()
+
+    def noted_cancel(request_id):
+        cancelled_at[request_id] = steps[0]
+        cancel(request_id)
+
+    client.submit(0, greedy([1], 4000))
+    recorder.wait(lambda: recorder.tokens.get(0))
+    monkeypatch.setattr(core, "step", slow_step)
+    monkeypatch.setattr(core, "cancel", noted_cancel)
+    for ticket in range(1, 301):
+        client.submit(ticket, greedy([2], 3))
+    before = steps[0]
+    for ticket in (0, 300):
+        client.cancel(ticket)
+    recorder.wait(lambda: len(recorder.ends) == 301)
+    assert recorder.ends[0] == recorder.ends[300] == [FinishReason.CANCELLED]
+    assert 300 not in recorder.tokens
+    assert all(recorder.ends[ticket] == [FinishReason.LENGTH] for ticket in range(1, 300))
+    assert len(cancelled_at) == 2
+    assert max(cancelled_at.values()) - before <= 2 < 300 // MESSAGES_PER_STEP
+
+
+def test_a_flood_that_the_queue_cannot_take_is_refused_at_once(served, client, monkeypatch):
+    core, options = served
+    recorder, step = client.recorder, core.step
+    monkeypatch.setattr(core.conductor, "limits", dataclasses.replace(core.conductor.limits, max_queued_requests=5))
+    monkeypatch.setattr(core.conductor._lobby, "_limits", core.conductor.limits)
+    monkeypatch.setattr(core, "step", lambda: time.sleep(0.1) or step())
+    num_accepted = options.max_running_requests + 5
+    began = time.monotonic()
+    for ticket in range(400):
+        client.submit(ticket, greedy([2], 40))
+    recorder.wait(lambda: len(recorder.ends) >= 400 - num_accepted)
+    assert time.monotonic() - began < 40 * 0.1
+    monkeypatch.setattr(core, "step", step)
+    refused = [ticket for ticket, ends in recorder.ends.items() if ends[0] != FinishReason.LENGTH]
+    assert {recorder.ends[ticket][0][0] for ticket in refused} == {ErrorCode.UNAVAILABLE}
+    recorder.wait(lambda: len(recorder.ends) == 400)
+    assert len(refused) == 400 - num_accepted
+
+
+def test_a_request_that_breaks_the_conductor_is_answered(served, client, monkeypatch):
+    core, _ = served
+    submit = core.submit
+    monkeypatch.setattr(core, "submit", lambda *_: 1 / 0)
+    client.submit(1, greedy([1], 2))
+    recorder = client.recorder
+    recorder.wait(lambda: 1 in recorder.ends)
+    assert recorder.ends[1] == [(ErrorCode.INTERNAL, "division by zero")]
+    monkeypatch.setattr(core, "submit", submit)
+    client.submit(2, greedy([1], 2))
+    recorder.wait(lambda: 2 in recorder.ends)
+    assert recorder.ends[2] == [FinishReason.LENGTH]
+
+
+def test_a_front_end_that_leaves_takes_its_requests_along_also_those_not_let_in_yet(served, client, monkeypatch):
+    core, options = served
+    step = core.step
+    monkeypatch.setattr(core, "step", lambda: time.sleep(0.05) or step())
+    other = EngineClient(os.getpid(), "here", options)
+    other.start(Recorder())
+    for ticket in range(300):
+        other.submit(ticket, greedy([2], 4000))
+    client.submit(1, greedy([1], 30))
+    other.close()
+    client.recorder.wait(lambda: 1 in client.recorder.ends)
+    assert client.recorder.ends[1] == [FinishReason.LENGTH]
+    wait_until(lambda: client.board[Slot.RUNNING] == client.board[Slot.QUEUED] == 0)

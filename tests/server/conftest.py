@@ -1,4 +1,4 @@
-"""The real servers of this folder: the shipped model, and the echo engine."""
+"""The real servers of this folder: the shipped model, the same with tokens that are always equal, the echo engine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def model_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     shutil.copytree(SHIPPED, repository / "smollm2", ignore=shutil.ignore_patterns("__pycache__"))
     write_model_entry(repository, "brief", engine="smollm2", default_max_tokens="24", default_temperature="0")
     server = ServerProcess(repository, tmp_path_factory.mktemp("model_server"))
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def exact_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Deterministic, with few rows and short steps."""
+    repository = tmp_path_factory.mktemp("exact_repository")
+    limits = {"max_running_requests": "12", "max_batch_tokens": "128", "max_seq_len": "2048"}
+    write_model_entry(repository, "smollm2", deterministic="true", **limits)
+    server = ServerProcess(repository, tmp_path_factory.mktemp("exact_server"))
     yield server
     server.stop()
 

@@ -8,7 +8,7 @@ import pytest
 from serving_fakes import ManualEngine, RecordingReply, records, wait_until
 
 from mstar.runtime.messages import EngineRequest, FinishReason
-from mstar.serving.frontend import CANCEL_POLL_S
+from mstar.serving.cancels import ROUND_S
 from mstar.serving.responses import Stream
 from mstar.serving.sequences import MAX_SEQUENCES, Sequences, split_ticket, ticket_of
 from mstar.text.stream import TextStream
@@ -104,7 +104,7 @@ def test_a_cancel_is_passed_on_once_however_long_its_answer_takes(engine, tokeni
     engine.emit(tickets[0], tokenizer.encode("a"))
     reply.cancelled = True
     wait_until(lambda: engine.cancelled)
-    time.sleep(3 * CANCEL_POLL_S)
+    time.sleep(6 * ROUND_S)
     assert engine.cancelled == tickets
     reply.gate.set()
     assert reply.over.wait(5)

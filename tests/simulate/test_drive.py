@@ -103,19 +103,19 @@ def test_the_same_seed_gives_the_same_run(name):
     summaries = []
     for _ in range(2):
         rig, measures = play(with_tenants(SYNTHETIC[name](ask), 3, seed=3))
-        summaries.append(summarise(rig, measures, SLO))
+        summaries.append(summarise(rig.played(), measures, SLO))
         assert (measures.end != RUNNING).all()
     assert summaries[0] == summaries[1]
     rig, measures = play(SYNTHETIC[name](replace(ask, seed=4)))
-    assert summarise(rig, measures, SLO).seconds != summaries[0].seconds
+    assert summarise(rig.played(), measures, SLO).seconds != summaries[0].seconds
 
 
 def test_a_chat_finds_what_was_said_before():
     ask = Ask(requests=16, rate=10.0, prompt_tokens=16, output_tokens=8, context=CONTEXT)
     rig, measures = play(SYNTHETIC["chats"](ask))
-    assert summarise(rig, measures, SLO).cached_share > 0.4
+    assert summarise(rig.played(), measures, SLO).cached_share > 0.4
     rig, measures = play(SYNTHETIC["chats"](ask), prefix_cache=False)
-    assert summarise(rig, measures, SLO).cached_share == 0
+    assert summarise(rig.played(), measures, SLO).cached_share == 0
 
 
 @pytest.mark.parametrize("pages", [60, 400])
@@ -127,7 +127,7 @@ def test_a_prefix_index_in_which_nobody_finds_anything_changes_nothing(monkeypat
         rig, measures = play(SYNTHETIC["poisson"](ask), kv_memory_bytes=pages * 8 * 4)
         kept = rig.engine.resources["kv_cache"].counters["prefix_insertions"]
         assert bool(kept) is shares
-        summaries.append(summarise(rig, measures, SLO))
+        summaries.append(summarise(rig.played(), measures, SLO))
     assert summaries[0] == summaries[1]
 
 
@@ -136,7 +136,7 @@ def test_running_ahead_hides_the_hosts_time():
     seconds = {}
     for mode in ("off", "on"):
         rig, measures = play(trace, run_ahead=mode, max_steps_ahead=1)
-        seconds[mode] = summarise(rig, measures, SLO).seconds
+        seconds[mode] = summarise(rig.played(), measures, SLO).seconds
     # A step takes 1.8 ms and more on the device, 0.1 ms on the host.
     assert 0.9 < seconds["on"] / seconds["off"] < 0.97
 

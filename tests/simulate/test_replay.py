@@ -180,6 +180,22 @@ def test_every_step_has_the_real_ones_rows(checkpoint, mode, pages, seed):
     assert simulated.cached_tokens == real.cached_tokens
 
 
+@pytest.mark.parametrize("mode", ["one at a time", "mixed ahead"])
+@pytest.mark.parametrize("pages", [None, 40])
+def test_of_equal_beginnings_the_same_rows_wait_and_go_first(checkpoint, mode, pages):
+    script = make_script(3)
+    alike = replace(
+        script.trace, streams=np.arange(REQUESTS) // 4 % 6, prompt_tokens=np.maximum(script.trace.prompt_tokens, 80)
+    )
+    script = replace(script, trace=alike)
+    options = options_of(checkpoint, **MODES[mode], **memory_of(pages))
+    real, core = play_real(options, script)
+    simulated = play_simulated(options, script, real, core)
+    assert simulated.steps == real.steps
+    assert (simulated.ends, simulated.outputs) == (real.ends, real.outputs)
+    assert simulated.cached_tokens == real.cached_tokens > 32 * REQUESTS
+
+
 def test_optimistic_admission_is_refused_at_the_same_steps(checkpoint):
     script = make_script(2)
     prompts = '{"kv_cache": {"admission_fit": "none"}}'

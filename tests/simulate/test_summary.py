@@ -62,11 +62,11 @@ def test_goodput_counts_requests_within_both_bounds():
     rig, measures = play(trace, max_running_requests=4, itl_bound_ms=3.0)
     waited = (measures.first_ns - measures.arrival_ns) / 1e6
     bound = float(np.sort(waited)[6]) + 1e-6
-    summary = summarise(rig, measures, Slo(bound, 3.0))
+    summary = summarise(rig.played(), measures, Slo(bound, 3.0))
     assert summary.in_time == ((waited <= bound) & (measures.late_gaps == 0)).mean()
     assert 0 < summary.in_time < 1
     assert summary.goodput == pytest.approx(summary.in_time * 12 / summary.seconds)
-    assert summarise(rig, measures, Slo(1e9, 3.0)).in_time == (measures.late_gaps == 0).mean()
+    assert summarise(rig.played(), measures, Slo(1e9, 3.0)).in_time == (measures.late_gaps == 0).mean()
     assert summary.tokens_per_s == pytest.approx(12 * 20 / summary.seconds)
 
 
@@ -81,7 +81,7 @@ def test_late_gaps_are_those_above_the_bound():
 def test_refusals_are_counted_and_named():
     trace = make_trace(np.zeros(30), np.full(30, 30), np.full(30, 20))
     rig, measures = play(trace, max_running_requests=4, max_queued_requests=5)
-    summary = summarise(rig, measures, Slo(1e3, 1e3))
+    summary = summarise(rig.played(), measures, Slo(1e3, 1e3))
     assert summary.ended == {"length": 9, "refused": 21}
     assert summary.refused == {"UNAVAILABLE: max_queued_requests": 21}
     assert summary.max_queued == 5
@@ -90,7 +90,7 @@ def test_refusals_are_counted_and_named():
 def test_text_and_json_tell_of_every_tenant():
     ask = Ask(requests=80, rate=400.0, prompt_tokens=40, output_tokens=20, context=CONTEXT)
     rig, measures = play(with_tenants(SYNTHETIC["poisson"](ask), 3))
-    summary = summarise(rig, measures, Slo(100.0, 10.0))
+    summary = summarise(rig.played(), measures, Slo(100.0, 10.0))
     text = summary_text(summary)
     told = json.loads(json.dumps(summary.as_json()))
     for name in ("tenant 1", "tenant 2", "tenant 3"):

@@ -28,6 +28,7 @@ FUNCTIONS = {
     "MSTAR_REQUIRE_ACCELERATOR_GRAPHS": (knobs.require_accelerator_graphs, False),
     "MSTAR_NUM_SLOTS": (knobs.num_slots, 2),
     "MSTAR_KV_DEBUG_ASSERTS": (knobs.kv_debug_asserts, False),
+    "MSTAR_PROGRESS_ASSERTS": (knobs.progress_asserts, False),
     "MSTAR_PYTHON": (knobs.engine_python, None),
     "MSTAR_RUNTIME_DIR": (knobs.runtime_dir, None),
 }

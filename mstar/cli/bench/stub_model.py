@@ -46,8 +46,9 @@ def stub_vocabulary(size: int) -> Vocabulary:
     return Vocabulary(pieces, special_ids=(0,), eos_ids=(0,))
 
 
-def stub_core(rows: int, run_ahead: bool, clock: PhaseClock) -> Conductor:
-    """A conductor over an engine for ``rows`` requests; both report their phases to ``clock``."""
+def stub_core(rows: int, waiting: int, run_ahead: bool, clock: PhaseClock) -> Conductor:
+    """A conductor over an engine for ``rows`` requests, with ``waiting`` more in its queue; both report their phases to
+    ``clock``."""
     nodes = {NODE}
     pages = rows * (CONTEXT // PAGE_SIZE) + 1
     kv = PagedKVConfig(
@@ -92,10 +93,11 @@ def stub_core(rows: int, run_ahead: bool, clock: PhaseClock) -> Conductor:
     engine.warm_up()
     limits = Limits(
         max_running_requests=rows,
-        max_queued_requests=rows,
+        max_queued_requests=rows + waiting,
         max_batch_tokens=BATCH_TOKENS,
         max_seq_len=CONTEXT,
         vocab_size=VOCABULARY,
         run_ahead=run_ahead,
+        mixed_steps=True,
     )
     return Conductor(engine, model, limits)

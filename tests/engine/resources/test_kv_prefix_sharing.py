@@ -213,3 +213,74 @@ def test_pages_that_others_hold_are_lent_and_need_no_room():
     other = KVReqConfig(prompt_tokens=11, max_tokens=8, prompt_ids=PROMPT + 1)
     assert rig.kv.can_join(equal)
     assert not rig.kv.can_join(other)
+
+
+# What is about to come.
+
+
+def coming(rig, prompt, **options):
+    config = KVReqConfig(prompt_tokens=len(prompt), max_tokens=4, prompt_ids=prompt, **options)
+    found = rig.kv.prefixes.coming(config)
+    return None if found is None else (found.row, found.num_pages)
+
+
+def test_pages_of_a_prompt_that_runs_are_told_of_until_they_are_there(rig):
+    prompt, other = np.arange(30), np.concatenate((np.arange(8), np.arange(50, 60)))
+    join(rig, 0, prompt)
+    assert (coming(rig, prompt), coming(rig, other), coming(rig, prompt[:8])) == ((0, 7), (0, 2), (0, 1))
+    prefill(rig, 0, 10)
+    assert (coming(rig, prompt), coming(rig, other)) == ((0, 5), None)
+    prefill(rig, 0, 20)
+    assert coming(rig, prompt) is None
+    assert not len(rig.kv.prefixes.chains.coming)
+
+
+def test_a_request_that_leaves_brings_nothing_more(rig):
+    prompt = np.arange(30)
+    join(rig, 0, prompt)
+    key = rig.kv.prefixes.coming(KVReqConfig(prompt_tokens=30, prompt_ids=prompt)).key
+    assert rig.kv.prefixes.row_bringing(key) == 0
+    prefill(rig, 0, 10)
+    leave(rig, 0)
+    assert coming(rig, prompt) is None
+    assert rig.kv.prefixes.row_bringing(key) is None
+
+
+def test_of_two_who_share_a_beginning_each_brings_its_own_part(rig):
+    first, second = np.arange(16), np.concatenate((np.arange(12), np.arange(40, 60)))
+    join(rig, 0, first)
+    join(rig, 1, second)
+    assert coming(rig, second) == (0, 3)
+    config = KVReqConfig(prompt_tokens=32, prompt_ids=second)
+    assert rig.kv.prefixes.coming(config, row=0) is None
+    prefill(rig, 0, 16)
+    assert coming(rig, second) == (1, 4)
+
+
+@pytest.mark.parametrize("options", [{"prefix_salt": "x"}, {"use_prefix_cache": False}])
+def test_nobody_is_told_of_pages_that_are_not_for_it(rig, options):
+    join(rig, 0, np.arange(30))
+    assert coming(rig, np.arange(30), **options) is None
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(7, 0), (8, 1), (15, 1), (16, 2), (30, 3)])
+def test_the_middle_of_a_prompt_is_where_its_first_half_ends(rig, tokens, pages):
+    prompt = np.arange(tokens)
+    config = KVReqConfig(prompt_tokens=tokens, prompt_ids=prompt)
+    keys = rig.kv.prefixes.index.keys(prompt)[1]
+    assert rig.kv.prefixes.middle_key(config) == (keys[pages - 1] if pages else None)
+
+
+def test_watched_keys_are_told_of_as_their_pages_come(rig):
+    index = rig.kv.prefixes.index
+    keys = index.keys(np.arange(30))[1]
+    for key in keys[1:4]:
+        index.watch(key)
+    index.unwatch(keys[2])
+    join(rig, 0, np.arange(30))
+    prefill(rig, 0, 8)
+    assert index.take_arrived() == {keys[1]}
+    prefill(rig, 0, 22)
+    assert index.holds(keys[2])
+    assert index.take_arrived() == {keys[3]}
+    assert index.take_arrived() == set()

@@ -89,6 +89,12 @@ class KVQuestions:
             counters.update({f"prefix_{name}": n for name, n in self._sharing.index.counters.items()})
         return counters
 
+    @property
+    def prefixes(self) -> PrefixSharing | None:
+        """What requests share; None without a prefix cache."""
+        self._departures.settle()
+        return self._sharing
+
     # Admission, asked by whoever lets requests in.
 
     @property

@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from mstar.engine.resources.kv.prefix.coming import ComingPages
 from mstar.engine.resources.kv.prefix.index import PrefixIndex, PrefixMatch
 from mstar.engine.resources.kv.prefix.keys import PrefixItem, keys_of_raw, next_keys
 from mstar.engine.resources.ragged import ragged_arange
@@ -22,6 +23,7 @@ class PrefixChains:
     whose ids are in ``_ids``, ``_known`` those of them that its keys take into account, ``_indexed`` pages already
     offered, ``_keys``.  A page behind the longest stream takes the ids that belong to no chain.  Steps are only noted,
     and told together as soon as somebody looks: an array operation for many of them costs little more than for one.
+    ``coming``: pages of prompts that were not offered yet.
 
     Keys are made once in ``lazy_steps`` steps, of all streams together.  So a chain is never ahead of one that is
     extended at every step, and fewer than ``lazy_steps`` steps behind it.
@@ -30,6 +32,7 @@ class PrefixChains:
     def __init__(
         self, index: PrefixIndex, page_size: int, num_streams: int, max_pages: int, lazy_steps: int = 16
     ) -> None:
+        self.coming = ComingPages()
         self._index = index
         self._page_size = page_size
         self._chain_lazy_steps = lazy_steps
@@ -73,6 +76,7 @@ class PrefixChains:
         self._indexed[stream] = match.num_pages
         self._keys[stream] = list(match.keys)
         self._root[stream] = match.root
+        self.coming.begin(stream, match.keys[match.num_pages :])
         reached = len(match.keys) * self._page_size
         self._items[stream] = [item for item in items if item.start + item.length > reached]
         self._num_items += len(self._items[stream])
@@ -88,6 +92,8 @@ class PrefixChains:
             self._num_live -= 1
             self._told[stream] = self._known[stream] = self._longest
             self._num_items -= len(self._items[stream])
+            if len(self.coming):
+                self.coming.end(stream, self._keys[stream][self._indexed[stream] :])
             del self._keys[stream], self._root[stream], self._items[stream]
 
     def extend(self, streams: np.ndarray, tokens: np.ndarray) -> bool:
@@ -167,6 +173,8 @@ class PrefixChains:
                 parents += keys[first : first + count - 1]
             offered += keys[first : first + count]
         self._indexed[streams] = firsts + counts
+        if len(self.coming):
+            self.coming.offered(offered)
         pages = page_table[owner, column].tolist()
         return self._index.insert_pages(parents, offered, pages, column, self._pages[owner, column]).size
 

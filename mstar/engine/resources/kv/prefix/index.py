@@ -60,6 +60,8 @@ class PrefixIndex:
         self._ranked_used = np.empty(0, np.int64)  # their last use when they were ranked
         self._place = np.empty(n, np.int64)  # scratch of _rank
         self._clock = 0
+        self._watched: set[bytes] = set()
+        self._arrived: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -103,6 +105,25 @@ class PrefixIndex:
         wanted = np.asarray(ids[: len(found) * size]).reshape(len(found), size)
         is_equal = (self._ids[pages] == wanted).all(1) & (self._depth[pages] == np.arange(len(found)))
         return pages if is_equal.all() else pages[: int(np.argmin(is_equal))]
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a page of this key is here."""
+        return key in self._page_of
+
+    def watch(self, key: bytes) -> None:
+        """:meth:`take_arrived` tells from now on when a page of this key comes."""
+        self._watched.add(key)
+
+    def unwatch(self, key: bytes) -> None:
+        self._watched.discard(key)
+        self._arrived.discard(key)
+
+    def take_arrived(self) -> set[bytes]:
+        """Watched keys of which a page came since the last call."""
+        arrived = self._arrived
+        if arrived:
+            self._arrived = set()
+        return arrived
 
     def num_in_use(self, pages: np.ndarray) -> int:
         """How many of the matched ``pages`` have an owner besides the index: sharing those takes nothing away."""
@@ -161,6 +182,8 @@ class PrefixIndex:
             if parent is not None and key not in page_of and page not in key_of:
                 page_of[key] = page
                 key_of[page] = key
+                if key in self._watched:
+                    self._arrived.add(key)
                 taken.append(i)
                 parents.append(parent)
         which = np.array(taken, np.int64)

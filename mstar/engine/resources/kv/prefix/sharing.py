@@ -6,6 +6,7 @@ import numpy as np
 
 from mstar.engine.resources.kv.config import KVReqConfig
 from mstar.engine.resources.kv.prefix.chains import PrefixChains
+from mstar.engine.resources.kv.prefix.coming import Coming
 from mstar.engine.resources.kv.prefix.index import PrefixIndex, PrefixMatch
 from mstar.engine.resources.kv.streams import Streams
 from mstar.engine.resources.step import MAIN_LABEL
@@ -42,6 +43,26 @@ class PrefixSharing:
         if not _shares(config):
             return 0
         return self.index.num_in_use(self.index.find(*self._prompt(config)))
+
+    def coming(self, config: KVReqConfig, row: int = -1) -> Coming | None:
+        """The pages behind those indexed that another request is about to bring; ``row``: its own, once it has one."""
+        if not (len(self.chains.coming) and _shares(config)):
+            return None
+        ids, keys = self._prompt(config)
+        num_usable, found = max(len(ids) - 1, 0) // self._page_size, 0
+        while found < num_usable and self.index.holds(keys[found]):
+            found += 1
+        return self.chains.coming.run(keys[:num_usable], found, row)
+
+    def row_bringing(self, key: bytes) -> int | None:
+        """The master row of the request that is about to bring the page of this key; None once it has, or has left."""
+        return self.chains.coming.stream_of(key)
+
+    def middle_key(self, config: KVReqConfig) -> bytes | None:
+        """The key of the last page within the first half of the prompt, which is indexed if at least the half is; None
+        where that is no page."""
+        num_pages = config.prompt_tokens // (2 * self._page_size)
+        return self._prompt(config)[1][num_pages - 1] if num_pages and _shares(config) else None
 
     def resolve(self, request_id: int) -> int:
         """Leading tokens of the prompt that are indexed, now leased; asked again, it answers the same."""
