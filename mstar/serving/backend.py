@@ -46,7 +46,9 @@ class TritonPythonModel:
             self._frontend.close()
             self._client.close()
             raise
-        self._intake = Intake(front, options, self._frontend, self._client.info.max_seq_len)
+        info = self._client.info
+        most = info.max_running_requests + info.max_queued_requests
+        self._intake = Intake(front, options, self._frontend, info.max_seq_len, most)
         self._readers = ReaderPool(self._read)
 
     def execute(self, requests: list[Any]) -> None:

@@ -18,19 +18,27 @@ from mstar.serving.parse import ParsedRequest, RawRequest, parse
 from mstar.serving.responses import Stream
 from mstar.serving.sequences import Sequences
 from mstar.text.stream import TextStream
+from mstar.utils.errors import InvalidArgument
 
 
 class Intake:
     """Turns raw requests into open ones; one for all of a stub's requests."""
 
     def __init__(
-        self, front: ModelFront, options: FrontOptions, frontend: Frontend, context_length: int | None = None
+        self,
+        front: ModelFront,
+        options: FrontOptions,
+        frontend: Frontend,
+        context_length: int | None = None,
+        most_sequences: int | None = None,
     ) -> None:
-        """``context_length``: the engine's limit in tokens where it is lower than the model's."""
+        """``context_length``: the engine's limit in tokens where it is lower than the model's.  ``most_sequences``: how
+        many requests it lets run and wait in all."""
         self._front = front
         self._options = options
         self._frontend = frontend
         self._context_length = context_length
+        self._most_sequences = most_sequences
 
     def take(self, raw: RawRequest, reply: Reply, arrival_ns: int) -> None:
         """Open the request: its responses go to ``reply`` from now on. ``arrival_ns`` is on the monotonic clock.
@@ -51,6 +59,9 @@ class Intake:
         )
         if self._wants_logprobs(asked) and request.num_logprobs < 0:
             request = msgspec.structs.replace(request, num_logprobs=0)
+        if self._most_sequences is not None and asked.params.n > self._most_sequences:
+            allowed = f"at most {self._most_sequences}, which is max_running_requests and max_queued_requests together"
+            raise InvalidArgument("n", allowed, asked.params.n)
         requests = sequences_of(request, asked.params.n)
         prefix = self._prompt_text(asked, request) if asked.include_prompt else ""
         streams = [

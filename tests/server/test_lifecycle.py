@@ -54,10 +54,6 @@ def test_two_front_ends_share_the_requests(server):
 
 def test_forwarded_headers_are_no_unknown_parameters(server):
     headers = {"traceparent": "00-1", "x-request-id": "7", "authorization": "none"}
-    connection = http.client.HTTPConnection(server.http_address, timeout=30)
-    connection.request("POST", "/v2/models/echo/generate", json.dumps({"text_input": "by http"}), headers)
-    assert json.loads(connection.getresponse().read())["text_output"] == "by http"
-    connection.close()
     with GrpcStream(server, "echo", headers=headers) as stream:
         stream.send({"text_input": "by grpc"})
         assert stream.collect().text == "by grpc"

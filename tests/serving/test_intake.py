@@ -51,6 +51,20 @@ def serve(engine, tokenizer):
     return lambda **asked: Served(engine, tokenizer, asked)
 
 
+def test_more_texts_than_can_ever_run_and_wait_are_refused(engine, tokenizer):
+    front = ModelFront("bytes", 257, 64, frozenset({END}), tokenizer)
+    intake = Intake(front, FrontOptions(), engine.frontend, most_sequences=5)
+
+    def take(n):
+        text = np.array([json.dumps({"text_input": "abc", "n": n, "temperature": 1.0}).encode()], np.object_)
+        intake.take(RawRequest({"sampling_parameters": text}), RecordingReply(), ARRIVAL_NS)
+
+    take(5)
+    with pytest.raises(InvalidArgument, match=r"n: at most 5, which is max_running_requests and .* got 6"):
+        take(6)
+    assert len(engine.submitted) == 5
+
+
 def test_a_request_without_wishes_is_told_of_nothing_more(serve, tokenizer):
     served = serve()
     assert (served.request.num_logprobs, served.request.num_prompt_logprobs) == (-1, -1)

@@ -44,6 +44,11 @@ def test_a_stream_comes_back_bit_for_bit_on_other_pages(dtype, device):
     pool.check()
 
 
+def test_memory_that_the_host_does_not_have_is_refused_by_the_options_name():
+    with pytest.raises(ValueError, match=r"kv_host_memory_bytes: .* got \d+ bytes, which cannot be allocated"):
+        OffloadPool(filled(), 2**40)
+
+
 @pytest.mark.parametrize(
     ("owner", "pages", "fields", "why"),
     [

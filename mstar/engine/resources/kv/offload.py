@@ -42,7 +42,12 @@ class OffloadPool:
         on_gpu = cache.device.type == "cuda"
         layers, _, *page = cache.shape
         # Page first, so that each copy's host side is contiguous: only then is it asynchronous.
-        self._host = torch.empty((num_pages, layers, *page), dtype=cache.dtype, pin_memory=on_gpu)
+        try:
+            self._host = torch.empty((num_pages, layers, *page), dtype=cache.dtype, pin_memory=on_gpu)
+        except RuntimeError as error:
+            size = cache.nbytes // cache.shape[1] * num_pages
+            got = f"{size} bytes, which cannot be allocated ({str(error).splitlines()[0]})"
+            raise ValueError(f"kv_host_memory_bytes: memory that the host has free, got {got}") from None
         self._free = list(range(num_pages - 1, -1, -1))
         self._claims: dict[Hashable, OffloadClaim] = {}
         self._side = torch.cuda.Stream(cache.device) if on_gpu else None
