@@ -40,6 +40,8 @@ from mstar.graph import compile_walks
 from mstar.utils import knobs
 from mstar.utils.errors import ErrorCode, MstarError, Unavailable
 
+PROMPT_STEPS = 2  # whose prompts rows may hold: the next one's, and those of the one that is launched behind it
+
 
 class Conductor:
     """Decides which requests run and which rows each step has.  One thread calls it.
@@ -165,7 +167,7 @@ class Conductor:
         self._lobby.add(waiting)
         self._engine.clock.mark("arrivals")
         self._join()
-        reason = self._lobby.refusal(self.max_running_requests - self._table.num_running)
+        reason = self._lobby.refusal(self.max_running_requests - self._table.num_running, self._has_prompt_room())
         if reason is not None and self._lobby.remove(request_id) is not None:
             self.counters.refused["queue"] += 1
             raise Unavailable(reason)
@@ -303,11 +305,19 @@ class Conductor:
             self._departures.end(row, FinishReason.TIMEOUT)
         self._deadlines.reset(queued, int(table.deadline_ns.min()))
 
+    def _has_prompt_room(self) -> bool:
+        """Whether the prompts of rows leave room in the next steps: who joined beyond that would only wait in a row,
+        where priorities and shares count no more."""
+        of_step = self.limits.max_batch_tokens
+        if self._pace is not None:
+            of_step = min(of_step, self._pace.prompt_tokens)
+        return self._table.prompt_tokens_ahead() < PROMPT_STEPS * of_step
+
     def _join(self) -> None:
-        """Moves waiting requests into rows while rows and pages last."""
+        """Moves waiting requests into rows while rows, pages and the next steps' room for prompts last."""
         if len(self._pressure):
             return
-        while self._table.num_running < self.max_running_requests:
+        while self._table.num_running < self.max_running_requests and self._has_prompt_room():
             waiting = self._joining.next()
             if waiting is None:
                 return

@@ -59,9 +59,13 @@ class Lobby:
         """Takes a request away; None when it is not here."""
         return self.queue.remove(request_id) or self._preparing.remove(request_id)
 
-    def refusal(self, free_rows: int) -> str | None:
-        """Which bound those who wait exceed, in words; those for whom a row is free wait for no one."""
-        num_waiting = len(self.queue) + max(len(self._preparing) - free_rows, 0)
+    def refusal(self, free_rows: int, is_open: bool) -> str | None:
+        """Which bound those who wait exceed, in words.  Who is being prepared and has a row free waits for no one, nor
+        do others while the rows are not ``is_open``, although they are free."""
+        if is_open:
+            num_waiting = len(self.queue) + max(len(self._preparing) - free_rows, 0)
+        else:
+            num_waiting = max(len(self) - free_rows, 0)
         return self._limits.refusal(num_waiting, self.num_tokens)
 
     def take_prepared(self) -> None:

@@ -81,6 +81,13 @@ class RowTable:
             states = np.where(self.follows.values, IDLE, states)
         return states
 
+    def prompt_tokens_ahead(self) -> int:
+        """Tokens of prompts that no launched step has brought, of rows that can run."""
+        left = self.prompt_left
+        if not np.count_nonzero(left):
+            return 0
+        return int(left[self.ready_states() != IDLE].sum())
+
     def join(self, waiting: Waiting, state: int) -> None:
         """Writes a request into the row the engine gave it."""
         row, request, info = waiting.info.row, waiting.request, waiting.info

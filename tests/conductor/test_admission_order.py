@@ -52,6 +52,42 @@ def test_a_flood_of_one_tenant_holds_up_another_for_one_request(steps_ahead):
     bench.assert_idle()
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(("wish", "place"), [({"request_priority": 1}, 1), ({"tenant": "few"}, 2)])  # behind a head
+def test_prompts_that_fill_the_next_steps_wait_in_the_queue_though_rows_are_free(wish, place, chunked, steps_ahead):
+    bench = Watched(rows=16, context=512, batch_tokens=32, mixed=True, chunked=chunked, steps_ahead=steps_ahead)
+    flood = [bench.submit([10 + number] * 300, 2) for number in range(6)]
+    other = bench.submit([50] * 20, 2, **wish)
+    bench.run()
+    assert 1 <= bench.joined.index(other) <= place
+    assert [each for each in bench.joined if each != other] == flood
+    bench.assert_idle()
+
+
+def test_short_prompts_join_while_rows_are_free():
+    bench = Watched(rows=16, batch_tokens=8, mixed=True, chunked=True)
+    ids = [bench.submit([10, 11, 12], 2) for _ in range(8)]
+    assert bench.joined == ids[:6]  # 15 tokens leave room in two steps of 8, 18 do not
+    bench.step()
+    assert bench.joined == ids[:6]
+    bench.step()  # the step before brought 8 tokens
+    assert bench.joined == ids
+    bench.run()
+    bench.assert_idle()
+
+
+def test_who_waits_for_others_prompts_alone_fills_no_queue():
+    bench = Watched(rows=4, context=512, batch_tokens=32, mixed=True, chunked=True, queued=1)
+    for _ in range(5):  # as many as there are rows, and one
+        bench.submit([10] * 300, 2)
+    assert len(bench.joined) == 1
+    with pytest.raises(Unavailable, match="max_queued_requests"):
+        bench.submit([10] * 300, 2)
+    bench.run()
+    bench.assert_idle()
+
+
 def test_a_higher_priority_joins_first_and_age_catches_up():
     bench = Watched(rows=1)
     running = bench.submit([5], 8)

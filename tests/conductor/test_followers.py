@@ -199,8 +199,9 @@ def test_what_others_bring_while_one_is_away_counts_as_cached():
     bench = Prompts(batch_tokens=64, admission_fit="none", pages=38)  # of two, one that is away has to wait
     first = bench.submit(prompt(300), 2, request_priority=-1)
     second = bench.submit(prompt(300), 2)
-    bench.step()
     table = bench.conductor._table
+    while second not in table.row_of:
+        bench.step()
     rows = np.array([table.row_of[first], table.row_of[second]])
     assert bench.conductor._pressure.give_way(rows)
     bench.run()
