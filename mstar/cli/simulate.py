@@ -61,9 +61,10 @@ def run(
     for file, flag in ((json_file, "--json"), (plot, "--plot"), (save_trace, "--save-trace")):
         if file and not file.parent.is_dir():
             raise InputError(f"{flag}: {file.parent} is no folder")
-    measured, runs = load(steps), runs_of(option or [], versus or [])
+    measured = load(steps)
+    runs = {name: _options(given) for name, given in runs_of(option or [], versus or []).items()}
     pyplot = _pyplot() if plot else None
-    context = _options(next(iter(runs.values()))).max_seq_len or measured.max_seq_len
+    context = next(iter(runs.values())).max_seq_len or measured.max_seq_len
     ask = Ask(requests, rate, prompt_tokens, output_tokens, context, seed)
     played = trace_maker(trace, tenants)(ask)
     if save_trace:
@@ -71,7 +72,7 @@ def run(
     print(f"steps of {measured.source}\nfitted to them, error of a step:\n{errors_text(measured.errors())}")
     slo, seen, results = Slo(slo_ttft_ms, slo_itl_ms), {}, {}
     for name, options in runs.items():
-        seen[name], results[name] = _play(_options(options), measured, played, slo, name)
+        seen[name], results[name] = _play(options, measured, played, slo, name)
     if json_file:
         json_file.write_text(json.dumps({name: each.as_json() for name, each in results.items()}, indent=1) + "\n")
     if plot:

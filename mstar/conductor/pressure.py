@@ -68,8 +68,8 @@ class Pressure:
         return len(self._away)
 
     def give_way(self, rows: np.ndarray) -> bool:
-        """Of rows int64 [n] that run, none of them in a step in flight, one gives its pages up; False where that cannot
-        be: there is nobody else, or nothing kept what they generated."""
+        """Of rows int64 [n] that run, none of them in a step in flight, one gives its pages up, or ends with the error
+        that this brought; False where neither can be: there is nobody else, or nothing kept what they generated."""
         table = self._table
         if rows.size < 2:
             return False
@@ -77,7 +77,12 @@ class Pressure:
         row = int(rows[order[0]])
         info = table.infos[row]
         num_tokens = int(table.prompt_size[row] + table.generated.values[row])
-        is_offloaded = (table.history is None or self._way_back.is_host()) and self._offload(info, num_tokens)
+        try:
+            is_offloaded = (table.history is None or self._way_back.is_host()) and self._offload(info, num_tokens)
+        except Exception as error:
+            self._departures.fail(row, error)
+            table.release_held()
+            return True
         if not is_offloaded:
             if table.history is None:
                 return False
@@ -101,11 +106,20 @@ class Pressure:
                 return
             if not away.is_offloaded:
                 self._recompute(away)
-            elif self._reload(table.infos[away.row], away.num_tokens):
-                table.move(np.array([away.row]), away.state)
-            else:
+            elif not self._go_on(away):
                 return
             del self._away[request_id]
+
+    def _go_on(self, away: _Away) -> bool:
+        """False where its pages find no place yet."""
+        try:
+            if not self._reload(self._table.infos[away.row], away.num_tokens):
+                return False
+        except Exception as error:
+            self._departures.fail(away.row, error)
+        else:
+            self._table.move(np.array([away.row]), away.state)
+        return True
 
     def _offload(self, info: RequestInfo, num_tokens: int) -> bool:
         start = self._clock()

@@ -53,6 +53,7 @@ def test_runs_of_one_trace_are_compared_and_drawn(tmp_path):
         (["--option", "max_batch_tokens=0"], "max_batch_tokens"),
         (["--option", "kv_memory_bytes=1"], "kv_memory_bytes: must be at least"),
         (["--versus", "mixed_steps"], "--versus: NAME=VALUE"),
+        (["--versus", "max_batch_tokens=0"], "max_batch_tokens"),
         (["--json", "/nowhere/x.json"], "--json"),
     ],
 )
@@ -60,6 +61,7 @@ def test_what_is_wrong_is_named(arguments, told):
     result = run(*SMALL, *arguments)
     assert result.exit_code == 2
     assert told in result.stderr
+    assert "simulated in" not in result.stdout  # before anything was played
 
 
 def test_steps_of_a_real_engine_are_measured(tmp_path):

@@ -63,6 +63,29 @@ def test_pages_for_which_the_host_has_no_room_are_computed_again():
     bench.assert_idle()
 
 
+@pytest.mark.parametrize("way", ["offload", "reload"])
+def test_an_error_while_pages_move_ends_that_request_alone(way):
+    bench = overcommitted(mixed=True, cpu_offload_pages=40)
+    broken = []
+
+    def breaks(info):
+        broken.append(info.request_id)
+        raise RuntimeError("the copy failed")
+
+    setattr(bench.engine, way, breaks)
+    ids = [bench.submit([10 + i, 20], 24) for i in range(3)]
+    bench.run()
+    assert broken
+    for i, request_id in enumerate(ids):
+        outcome = bench.outcomes[request_id]
+        assert outcome.num_ends == 1
+        if request_id in broken:
+            assert "the copy failed" in outcome.failures[0].message
+        else:
+            assert outcome.tokens == solo([10 + i, 20], 24)
+    bench.assert_idle()
+
+
 def test_where_pages_are_reserved_nobody_gives_any_up():
     bench = overcommitted(admission_fit="sum", mixed=True)
     ids = [bench.submit([10 + i, 20], 18) for i in range(4)]
