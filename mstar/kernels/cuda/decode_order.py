@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from mstar.kernels.cuda.decode_split import first_token, span_of_share
 from mstar.kernels.cuda.pdl import launch_options, release_dependents, wait_for_inputs
 
 ROWS = 32  # of a program
 ROWS_AT_ONCE = 128  # that it compares them to
-NO_PROGRAM = -1
+NO_PROGRAM = tl.constexpr(-1)
 
 
 def order_programs(
@@ -52,23 +53,6 @@ def order_programs(
         ROWS_AT_ONCE=ROWS_AT_ONCE,
         **launch_options(order, num_warps=4),
     )
-
-
-@triton.jit
-def first_token(kv_len, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The token at whose block a row's reading begins."""
-    if WINDOW:
-        return tl.maximum(kv_len - WINDOW, 0) // BLOCK_N * BLOCK_N
-    return kv_len * 0
-
-
-@triton.jit
-def span_of_share(num_tokens, share_bits, whole_span, least_span, BLOCK_N: tl.constexpr):
-    """Tokens of each share but the last, of which a row of ``num_tokens`` has up to ``1 << share_bits``: all of them up
-    to ``whole_span``, else equal shares of at least ``least_span``; whole blocks."""
-    least = tl.where(num_tokens <= whole_span, whole_span, least_span)
-    span = tl.maximum((num_tokens + (1 << share_bits) - 1) >> share_bits, least)
-    return tl.cdiv(span, BLOCK_N) * BLOCK_N
 
 
 @triton.jit
@@ -134,4 +118,6 @@ def _order_kernel(
     mine = (row[:, None] << share_bits) + share
     tl.store(order + place[:, None] + share, mine, mask=share < count[:, None])
     # Each fills up the places of as many entries as its rows could have.
-    tl.store(order + mine, tl.full([ROWS, SHARES], -1, tl.int32), mask=(row < num_rows)[:, None] & (mine >= total))
+    tl.store(
+        order + mine, tl.full([ROWS, SHARES], NO_PROGRAM, tl.int32), mask=(row < num_rows)[:, None] & (mine >= total)
+    )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from mstar.kernels.cuda.paged_decode import ROW_SHARES, DecodeScratch, is_for_prefill, paged_decode
+from mstar.kernels.cuda.decode_shares import DecodeScratch
+from mstar.kernels.cuda.decode_split import ROW_SHARES
+from mstar.kernels.cuda.paged_decode import is_for_prefill, paged_decode
 from mstar.kernels.cuda.paged_prefill import paged_prefill
 
 __all__ = ["ROW_SHARES", "DecodeScratch", "paged_decode", "paged_mixed", "paged_prefill"]

@@ -1,96 +1,19 @@
-"""Paged attention of one query per row: programs share a row's tokens out, and the last to end adds up the shares.
-
-How many may share is fixed by the shape; how many do, and over which tokens, by the lengths on the device.
-"""
+"""Paged attention of one query per row: programs share a row's tokens out, and the last to end adds up the shares."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from mstar.kernels.cuda.decode_order import first_token, order_programs, span_of_share
+from mstar.kernels.cuda.decode_order import NO_PROGRAM, order_programs
+from mstar.kernels.cuda.decode_shares import DecodeScratch, members_of, merge_shares, merged_at_once
+from mstar.kernels.cuda.decode_split import DecodeSplit, choose_split, first_token, shares_of, span_of_share
 from mstar.kernels.cuda.paged_blocks import LOG2_E, LOWEST, attend_block, key_offsets, load_heads, load_pages
 from mstar.kernels.cuda.paged_prefill import paged_prefill
 from mstar.kernels.cuda.pdl import launch_options, release_dependents, wait_for_inputs
 
-PROGRAMS = 1056  # that shares make up to where rows are few: eight for each multiprocessor of an H200
-ROW_SHARES = 4  # of a long row where rows are many
-MAX_SHARES = 64
 MAX_HEAD_DIM = 128  # blocks of wider heads, or of float32, are the prefill kernel's
-MAX_MEMBERS = 16  # query heads of a program: the rows of a matrix instruction
-MERGED_ELEMENTS = 4096  # float32, of shares that are added up at once
-
-
-@dataclass(frozen=True)
-class DecodeSplit:
-    """How programs go through the rows.
-
-    Attributes:
-        block_m: rows of the matrix instructions, of which the query heads of a kv head fill a few: 16, or 64 with four
-            warps or eight, which then multiply from shared memory.
-        block_n: tokens of one step; a multiple of the page size or a divisor.
-        num_stages: one more than the steps whose keys and values are on their way at once; from 2 on, since with 1
-            values are fetched when keys have come.
-        shares: programs that a row and kv head may be shared by, a power of 2 up to ``MAX_SHARES``.
-        whole_span: tokens up to which a row is one program's, since adding up shares costs as much as reading these.
-        least_span: tokens of the smallest share of a longer row.
-        fetches_ahead: of rows that are read ahead, the first keys and values come to the L2 cache meanwhile.
-        longest_first: programs begin in order of their tokens, where the caller has room for that order.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    shares: int
-    whole_span: int
-    least_span: int
-    fetches_ahead: bool = False
-    longest_first: bool = False
-
-
-def choose_split(num_rows: int, kv_heads: int, head_dim: int) -> DecodeSplit:
-    """By the programs that there are anyhow, one for each row and kv head.
-
-    While every program has a multiprocessor of its own, what counts is the way from the length to the result.  When
-    there are more, what counts is bytes on their way: small programs, of which a multiprocessor holds many in different
-    phases, and no long row that ends alone.  Measured on an H200 at 256 and 1,024 tokens a row, and at rows of 100 to
-    2,048 mixed as a run leaves them.
-    """
-    num_pairs = num_rows * kv_heads
-    is_narrow = head_dim <= 64
-    if num_pairs <= (48 if is_narrow else 132):
-        return DecodeSplit(64, 64, 4, 3, _shares(PROGRAMS // 4, num_pairs), 256, 128)
-    if num_pairs <= 132:
-        return DecodeSplit(16, 32, 1, 3, _shares(PROGRAMS, num_pairs), 256, 128, fetches_ahead=True)
-    if is_narrow or num_pairs <= 264:
-        return DecodeSplit(16, 32, 1, 3, ROW_SHARES, 512, 256, fetches_ahead=True)
-    return DecodeSplit(16, 32, 1, 3, ROW_SHARES, 1024, 512, fetches_ahead=True, longest_first=True)
-
-
-def _shares(num_programs: int, num_pairs: int) -> int:
-    """Programs for each of ``num_pairs``, of ``num_programs`` in all: a power of 2."""
-    return 1 << (min(max(num_programs // num_pairs, 1), MAX_SHARES).bit_length() - 1)
-
-
-class DecodeScratch:
-    """What programs that share a row leave for the last of them.
-
-    One serves all calls of a device that run one after another, of up to ``max_rows`` rows and of these heads.  Its
-    counts are zero between calls.
-    """
-
-    def __init__(self, max_rows: int, num_heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
-        members, blocks = _members(num_heads // kv_heads)
-        pairs = max_rows * kv_heads * blocks
-        num_programs = max(PROGRAMS, ROW_SHARES * pairs)
-        self.sums = torch.empty(num_programs, members, head_dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(num_programs, 2, members, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(pairs, dtype=torch.int32, device=device)
-        self.row_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
 
 def is_for_prefill(q: torch.Tensor, deterministic: bool) -> bool:
@@ -146,9 +69,9 @@ def paged_decode(
         return out
     page_size, kv_heads = layer.shape[2], layer.shape[3]
     group = num_heads // kv_heads
-    members, blocks = _members(group)
+    members, blocks = members_of(group)
     split = split or choose_split(num_rows, kv_heads * blocks, head_dim)
-    shares = min(split.shares, _shares(scratch.sums.shape[0], num_rows * kv_heads * blocks))
+    shares = min(split.shares, shares_of(scratch.sums.shape[0], num_rows * kv_heads * blocks))
     block_members, block_d = triton.next_power_of_2(members), max(16, triton.next_power_of_2(head_dim))
     share_bits, spans = shares.bit_length() - 1, (split.whole_span, split.least_span)
     # Shares beyond the first come last: where rows are short they find nothing to do, and should not be in the way.
@@ -187,53 +110,13 @@ def paged_decode(
         BLOCK_MEMBERS=block_members,
         BLOCK_M=split.block_m,
         BLOCK_N=split.block_n,
-        MERGED=min(MAX_SHARES, MERGED_ELEMENTS // (block_members * block_d)) or 1,
+        MERGED=merged_at_once(block_members, block_d),
         IS_SHARED=shares > 1,
         READS_AHEAD=repeats_rows,
         FETCHES_AHEAD=repeats_rows and split.fetches_ahead,
         **launch_options(q, num_warps=split.num_warps, num_stages=split.num_stages),
     )
     return out
-
-
-def _members(group: int) -> tuple[int, int]:
-    """Query heads of one program, and programs that serve the heads of one kv head."""
-    return min(group, MAX_MEMBERS), triton.cdiv(group, MAX_MEMBERS)
-
-
-@triton.jit
-def _merge(
-    sums,
-    stats,
-    first,
-    shares,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    BLOCK_MEMBERS: tl.constexpr,
-    MERGED: tl.constexpr,
-):
-    """float32 [BLOCK_MEMBERS, BLOCK_D]: attention over the tokens of ``shares`` shares from ``first`` on."""
-    member, dim = tl.arange(0, BLOCK_MEMBERS), tl.arange(0, BLOCK_D)
-    highest = tl.full([BLOCK_MEMBERS], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_MEMBERS], tl.float32)
-    acc = tl.zeros([BLOCK_MEMBERS, BLOCK_D], tl.float32)
-    for start in tl.range(0, shares, MERGED, num_stages=1):
-        index = start + tl.arange(0, MERGED)
-        is_stat = (index < shares)[:, None] & (member < MEMBERS)[None, :]
-        at = (first + index)[:, None] * (2 * MEMBERS) + member[None, :]
-        # From the L2 cache, where other programs left them.
-        highs = tl.load(stats + at, mask=is_stat, other=LOWEST, cache_modifier=".cg")
-        totals = tl.load(stats + at + MEMBERS, mask=is_stat, other=0.0, cache_modifier=".cg")
-        at = ((first + index)[:, None, None] * MEMBERS + member[None, :, None]) * HEAD_DIM + dim[None, None, :]
-        is_sum = is_stat[:, :, None] & (dim < HEAD_DIM)[None, None, :]
-        accs = tl.load(sums + at, mask=is_sum, other=0.0, cache_modifier=".cg")
-        new_highest = tl.maximum(highest, tl.max(highs, 0))
-        weights, shrink = tl.exp2(highs - new_highest[None, :]), tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights * totals, 0)
-        acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * accs, 0)
-        highest = new_highest
-    return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
@@ -296,7 +179,7 @@ def _decode_kernel(
     row, share = tl.program_id(1), tl.program_id(2)
     if order is not None:
         entry = tl.load(order + tl.program_id(1))
-        if entry < 0:
+        if entry == NO_PROGRAM:
             if tl.program_id(1) == 0:  # somebody has to, so that this kernel ends after those in front
                 wait_for_inputs(USE_PDL)
             return
@@ -370,7 +253,7 @@ def _decode_kernel(
             tl.debug_barrier()  # all threads have stored before one of them says so
             if tl.atomic_add(arrived + pair, 1, sem="acq_rel", scope="gpu") == shares - 1:
                 tl.store(arrived + pair, 0)
-                merged = _merge(sums, stats, first, shares, HEAD_DIM, BLOCK_D, MEMBERS, BLOCK_MEMBERS, MERGED)
+                merged = merge_shares(sums, stats, first, shares, HEAD_DIM, BLOCK_D, MEMBERS, BLOCK_MEMBERS, MERGED)
                 merged_member = tl.arange(0, BLOCK_MEMBERS)
                 is_merged = (merged_member < MEMBERS) & (block * MEMBERS + merged_member < GROUP)
                 merged_at = heads + merged_member[:, None] * HEAD_DIM + dim[None, :]

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from mstar.kernels.attention import attention_reference
 from mstar.kernels.cuda.decode_order import NO_PROGRAM, order_programs
+from mstar.kernels.cuda.decode_split import DecodeSplit
 from mstar.kernels.cuda.paged_attention import ROW_SHARES, DecodeScratch, paged_decode, paged_mixed, paged_prefill
-from mstar.kernels.cuda.paged_decode import DecodeSplit
 from mstar.kernels.cuda.store_kv import store_kv
 from mstar.kernels.paged_attention import paged_decode_reference, paged_prefill_reference
 
@@ -135,7 +135,7 @@ def test_the_order_of_programs(num_rows, share_bits, window, device):
         span = -(-span // 16) * 16
         want += [(-min(span, tokens), row, share) for share in range(max(-(-tokens // span), 1))]
     want = [row << share_bits | share for _, row, share in sorted(want)]
-    assert order.tolist() == want + [NO_PROGRAM] * (order.numel() - len(want))
+    assert order.tolist() == want + [NO_PROGRAM.value] * (order.numel() - len(want))
 
 
 @pytest.mark.parametrize("window", [None, 24])
