@@ -19,8 +19,8 @@ serve: env ## Start a server on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics); 
 test: test-env ## All tests, real servers included, by two workers (PYTEST_FLAGS=-n0: in one process)
 	@$(VENV)/python -m pytest -n 2 $(PYTEST_FLAGS)
 
-test-gpu: ## Tests that need an NVIDIA GPU, under GPU_PYTHON: a Python (python3) whose torch has CUDA
-	@$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS) $(PYTEST_FLAGS)
+test-gpu: ## Tests that need an NVIDIA GPU, by eight workers, under GPU_PYTHON: a Python (python3) whose torch has CUDA
+	@$(GPU_PYTHON) -m pytest -m gpu -n 8 --dist worksteal $(GPU_TESTS) $(PYTEST_FLAGS)
 
 check: test-env ## Lint and types
 	$(VENV)/ruff check .

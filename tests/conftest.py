@@ -26,15 +26,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file is one worker's: its tests share fixtures.  Real servers, whose tests measure time, come when all else is
-    done or under way, on one worker; and so does all on a GPU."""
+    done or under way, on one worker.
+
+    On a GPU tests wait for kernels to compile rather than for one another, so xdist's own ways serve.
+    """
+    if torch.cuda.is_available():
+        return None
     from xdist.scheduler import LoadFileScheduling  # where tests run without workers, xdist may be missing
 
     alone = "alone"
 
     class FileByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            is_alone = torch.cuda.is_available() or nodeid.startswith("tests/server/")
-            return alone if is_alone else super()._split_scope(nodeid)
+            return alone if nodeid.startswith("tests/server/") else super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
             if alone in self.workqueue:
