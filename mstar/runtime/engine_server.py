@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 LOOK_INTERVAL_S = 0.05  # between two looks at the processes around
 PRESENCE_INTERVAL_S = 1.0  # between two looks into the folder
 IDLE_WAIT_MS = 50
-MOST_READS = 512  # messages between two steps, some 5 ms
+READS_PER_STEP = 512  # messages between two steps, some 5 ms
+SHARE = 0.1  # of the last step's time, to read and let in more than that and MESSAGES_PER_STEP
 LEAVE_AFTER_S = 1.0  # without front ends
 FIRST_FRONT_S = 60.0  # from the start to the first one
 
@@ -37,8 +38,9 @@ FIRST_FRONT_S = 60.0  # from the start to the first one
 class EngineServer:
     """Runs one core for the front ends of one server.  Single threaded but for the watchdog.
 
-    Requests that have come are let in a few per step, so that a flood of them does not stop the rows that run; what is
-    said of earlier ones, such as a cancel, does not wait behind them.
+    Requests that have come are let in a few per step, so that a flood of them does not stop the rows that run, and
+    more where a step takes so long that they would wait; what is said of earlier ones, such as a cancel, does not wait
+    behind them.
 
     Args:
         socket: a ROUTER, bound before the model was loaded; what came meanwhile waits in it.
@@ -63,6 +65,7 @@ class EngineServer:
         self._next_look = self._next_presence = 0.0
         self._alone_since = time.monotonic() + FIRST_FRONT_S - LEAVE_AFTER_S
         self._drain_until: float | None = None
+        self._step_s = 0.0  # that the last step took
 
     def drain(self, timeout_s: float) -> None:
         """Takes no more requests; :meth:`run` returns when the accepted ones have ended, or after ``timeout_s``."""
@@ -99,7 +102,9 @@ class EngineServer:
 
     def _step(self) -> None:
         self._watchdog.begins()
+        began = time.monotonic()
         report = self._core.step()
+        self._step_s = time.monotonic() - began
         self._watchdog.ends()
         self._tell(report)
         if report.is_empty and not report.num_stepped:
@@ -139,7 +144,9 @@ class EngineServer:
         if wait_ms and not self._socket.poll(wait_ms):
             return
         self._watchdog.begins()
-        for _ in range(MOST_READS):
+        until, reads = time.monotonic() + SHARE * self._step_s, 0
+        while reads < READS_PER_STEP or time.monotonic() < until:
+            reads += 1
             try:
                 address, frame = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -148,7 +155,7 @@ class EngineServer:
                 self._handle(address, messages.decode_to_engine(frame))
             except Exception:
                 log.exception("a message from %r could not be handled", address)
-        self._let_in()
+        self._let_in(MESSAGES_PER_STEP, until)
         self._watchdog.ends()
 
     def _handle(self, address: bytes, message: messages.ToEngine) -> None:
@@ -177,9 +184,9 @@ class EngineServer:
             case Bye() if front is not None:
                 self._drop(front, "signed off")
 
-    def _let_in(self, most: float = MESSAGES_PER_STEP) -> None:
-        """Submits the oldest arrivals until ``most`` of them were accepted."""
-        while self._arrivals and most > 0:
+    def _let_in(self, most: float, until: float = 0.0) -> None:
+        """Submits the oldest arrivals until ``most`` of them were accepted, and more up to time ``until``."""
+        while self._arrivals and (most > 0 or time.monotonic() < until):
             (name, _), arrival = self._arrivals.popitem(last=False)
             front = self._fronts.by_name(name)
             if front is not None:

@@ -155,6 +155,35 @@ def test_a_cancel_does_not_wait_behind_a_flood_of_requests(served, client, monke
     assert max(cancelled_at.values()) - before <= 2 < 300 // MESSAGES_PER_STEP
 
 
+def test_a_flood_is_let_in_sooner_where_steps_are_long(served, client, monkeypatch):
+    core, _ = served
+    recorder, step, submit = client.recorder, core.step, core.submit
+    steps, submitted_at = [0], {}
+
+    def long_step():
+        steps[0] += 1
+        time.sleep(0.5)
+        return step()
+
+    def noted_submit(request, number, ticket):
+        submitted_at[ticket] = steps[0]
+        return submit(request, number, ticket)
+
+    client.submit(0, greedy([1], 4000))
+    recorder.wait(lambda: recorder.tokens.get(0))
+    monkeypatch.setattr(core, "step", long_step)
+    monkeypatch.setattr(core, "submit", noted_submit)
+    for ticket in range(1, 801):
+        client.submit(ticket, greedy([2], 3))
+    before = steps[0]
+    client.submit(801, msgspec.structs.replace(greedy([3], 3), deadline_ns=time.monotonic_ns() + 10**9))
+    recorder.wait(lambda: 801 in recorder.ends)
+    monkeypatch.setattr(core, "step", step)
+    assert submitted_at[801] - before <= 6 < 801 // MESSAGES_PER_STEP
+    assert recorder.ends[801][0][0] is ErrorCode.UNAVAILABLE  # its time was over, of which it heard in time
+    recorder.wait(lambda: len(recorder.ends) == 801)
+
+
 def test_a_flood_that_the_queue_cannot_take_is_refused_at_once(served, client, monkeypatch):
     core, options = served
     recorder, step = client.recorder, core.step
