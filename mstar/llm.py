@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from mstar.conductor.deadlines import is_late
 from mstar.model.front import ModelFront, open_front
 from mstar.runtime.drivers import Driver, InChild, InProcess
 from mstar.runtime.messages import Welcome
@@ -74,7 +75,7 @@ class LLM:
             InvalidArgument: a prompt or parameter is outside its contract: nothing was run, except where a child
                 engine refuses a guide; or a request's constraints left it no token, as it ran.
             Unsupported: a prompt or parameter asks for what the model or this engine lacks; nothing was run.
-            Unavailable: a request's time was over before it could run.
+            Unavailable: a request's time was over before any of its texts could run.
             EngineFault: the engine failed.
         """
         each = as_prompts(prompts)
@@ -93,10 +94,13 @@ class LLM:
                     pending.pop()
                     continue
                 if self._pump():
-                    _raise_first(sequences)
+                    _raise_first(prepared)
                 self._submit(waiting)
+            _raise_first(prepared)
         finally:
             self._abandon(sequences)
+        for texts in prepared:
+            _end_late([text for text in texts if text.is_late], texts)
         return [sequence.completion() for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Piece]:
@@ -133,12 +137,14 @@ class LLM:
         try:
             self._submit(waiting)
             while unfinished:
+                _end_late(unfinished, sequences)
                 if not any(sequence.has_news for sequence in unfinished):
                     self._pump()
                     self._submit(waiting)
                 for sequence in list(unfinished):
-                    if sequence.error is not None:
-                        raise sequence.error
+                    _raise_error(sequence, sequences)
+                    if sequence.is_late:
+                        continue
                     self._absorb(sequence)
                     piece = sequence.piece()
                     if piece is None:
@@ -174,7 +180,10 @@ class LLM:
         while waiting:
             try:
                 ticket = self.driver.submit(waiting[0].request)
-            except Unavailable:
+            except Unavailable as error:
+                if is_late(error.code, str(error)):
+                    waiting.popleft().fail(error, True)
+                    continue
                 if not self._open:
                     raise
                 return
@@ -192,7 +201,8 @@ class LLM:
         for failure in report.failures:
             sequence = self._open.pop(failure.ticket, None)
             if sequence is not None:
-                sequence.error = _error_of(failure.code, failure.message)
+                error = _error_of(failure.code, failure.message)
+                sequence.fail(error, is_late(failure.code, failure.message))
         for prompt in report.prompt_logprobs:
             if prompt.ticket in self._open:
                 self._open[prompt.ticket].take_prompt(prompt.logprobs)
@@ -223,10 +233,23 @@ class LLM:
                 self.driver.cancel(sequence.ticket)
 
 
-def _raise_first(sequences: Sequence[TextSequence]) -> None:
-    for sequence in sequences:
-        if sequence.error is not None:
-            raise sequence.error
+def _raise_first(prepared: Sequence[Sequence[TextSequence]]) -> None:
+    for texts in prepared:
+        for text in texts:
+            _raise_error(text, texts)
+
+
+def _raise_error(text: TextSequence, texts: Sequence[TextSequence]) -> None:
+    """Raises what ended one of a prompt's texts, unless it is late and others of them are not."""
+    if text.error is not None and (not text.is_late or all(each.is_late for each in texts)):
+        raise text.error
+
+
+def _end_late(left: Sequence[TextSequence], texts: Sequence[TextSequence]) -> None:
+    """Ends those of a prompt's texts that are ``left``, if all these are late and others ran."""
+    if len(left) < len(texts) and all(text.is_late for text in left):
+        for text in left:
+            text.end_late()
 
 
 def _error_of(code: ErrorCode, message: str) -> MstarError:

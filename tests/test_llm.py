@@ -328,6 +328,15 @@ def test_what_the_cache_can_never_hold_is_refused_and_blocks_nobody():
     assert len(small.generate(list(range(100, 105)), {"max_tokens": 3, "ignore_eos": True})[0].output_ids) == 3
 
 
+def test_texts_that_find_no_row_in_time_end_empty_beside_one_that_ran():
+    small = LLM("smollm2-135m", device="cpu", max_running_requests=1)
+    params = {"n": 3, "temperature": 1, "ignore_eos": True, "max_tokens": 5000, "timeout_ms": 400}
+    done = small.generate("Once", params)
+    assert [c.finish_reason for c in done] == ["timeout"] * 3
+    assert [bool(c.output_ids) for c in done] == [bool(c.text) for c in done] == [True, False, False]
+    assert len(small.generate("Once", {"max_tokens": 2, "ignore_eos": True})[0].output_ids) == 2
+
+
 def test_more_prompts_than_the_queue_takes_all_run(llm):
     small = LLM("smollm2-135m", device="cpu", max_seq_len=64, max_running_requests=2, max_queued_requests=1)
     done = small.generate(["One two"] * 7, {"max_tokens": 2, "temperature": 0})

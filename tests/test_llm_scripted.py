@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from tokenizers import decoders, models
 import mstar.llm
 from mstar import LLM
 from mstar.conductor import faults
+from mstar.conductor.deadlines import EXPIRED
 from mstar.conductor.report import Failure, PromptLogprobs, StepReport
 from mstar.conductor.request import LOGPROB, NO_TOKEN, FinishReason, stop_code
 from mstar.model.front import ModelFront
@@ -171,6 +173,68 @@ def test_time_that_is_over_in_the_queue_is_an_error(llm):
     llm.driver.say(failures=[Failure(0, 0, 0, ErrorCode.UNAVAILABLE, "timeout_ms: over")])
     with pytest.raises(Unavailable, match="timeout_ms: over"):
         llm.generate({"input_ids": [0], "timeout_ms": 5})
+
+
+LATE = [Failure(ticket, 0, ticket, ErrorCode.UNAVAILABLE, EXPIRED) for ticket in range(3)]
+
+
+@pytest.mark.parametrize("is_late_first", [True, False])
+def test_texts_that_never_ran_in_time_end_beside_one_that_did(llm, is_late_first):
+    request = {"input_ids": [0], "n": 3, "temperature": 1, "timeout_ms": 50, "logprobs": 0}
+
+    def play():
+        first, records = len(llm.driver.requests), record(-0.5, 1)
+        late = [replace(LATE[0], ticket=first + index) for index in (0, 2)]
+        if is_late_first:
+            llm.driver.say(failures=late)
+            llm.driver.say((first + 1, 1, RUNNING), logprob_rows=np.array([0]), logprobs=records)
+            llm.driver.say((first + 1, NO_TOKEN, TIMEOUT))
+        else:
+            llm.driver.say((first + 1, 1, TIMEOUT), logprob_rows=np.array([0]), logprobs=records, failures=late)
+
+    play()
+    done = llm.generate(request)
+    assert [(c.index, c.text, c.output_ids, c.finish_reason, len(c.logprobs)) for c in done] == [
+        (0, "", [], "timeout", 0), (1, "b", [1], "timeout", 1), (2, "", [], "timeout", 0),
+    ]  # fmt: skip
+    play()
+    pieces = list(llm.stream(request))
+    ends = sorted((piece.index, piece.finish_reason) for piece in pieces if piece.finish_reason)
+    assert ends == [(0, "timeout"), (1, "timeout"), (2, "timeout")]
+    assert [piece.text for piece in pieces if piece.text] == ["b"]
+    assert llm.driver.said == []
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_text_whose_time_is_over_as_it_is_handed_over_is_late_too(llm, runs, monkeypatch):
+    request = {"input_ids": [0], "n": 2, "temperature": 1, "timeout_ms": 5}
+    submit = llm.driver.submit
+
+    def refuse(request):
+        if len(llm.driver.requests) == runs:
+            raise Unavailable(EXPIRED)
+        return submit(request)
+
+    monkeypatch.setattr(llm.driver, "submit", refuse)
+    if not runs:
+        with pytest.raises(Unavailable, match="timeout_ms"):
+            llm.generate(request)
+        return
+    llm.driver.say((0, 1, TIMEOUT))
+    assert [(c.text, c.finish_reason) for c in llm.generate(request)] == [("b", "timeout"), ("", "timeout")]
+
+
+def test_of_a_prompt_whose_texts_are_all_late_the_call_fails(llm):
+    request = {"input_ids": [0], "n": 2, "temperature": 1, "timeout_ms": 5}
+    llm.driver.say((2, 1, RUNNING), failures=LATE[:1])
+    llm.driver.say(failures=LATE[1:2])
+    with pytest.raises(Unavailable, match="timeout_ms"):
+        llm.generate([request, {"input_ids": [0]}])
+    for ticket in (3, 4):
+        llm.driver.say(failures=[replace(LATE[0], ticket=ticket)])
+    with pytest.raises(Unavailable, match="timeout_ms"):
+        next(llm.stream(request))
+    assert llm.driver.said == [("cancel", 2)]
 
 
 def test_logprobs_are_those_of_the_tokens_that_count(llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from pathlib import Path
@@ -19,24 +20,29 @@ from mstar.cli.traces import (
     Seed,
     SloItl,
     SloTtft,
+    Systems,
+    SystemSkew,
+    SystemTokens,
     Tenants,
+    Together,
     TraceName,
     Versus,
     runs_of,
     trace_maker,
 )
 from mstar.runtime.core import EngineCore
-from mstar.runtime.options import EngineOptions, parse_options
+from mstar.runtime.options import parse_options
 from mstar.simulate.drive import simulate
-from mstar.simulate.measured import MeasuredSteps, load
+from mstar.simulate.measured import load
 from mstar.simulate.measures import Measures
 from mstar.simulate.plots import draw
-from mstar.simulate.report_text import errors_text, summary_text
-from mstar.simulate.rig import build_rig
+from mstar.simulate.replay_events import ReplayEvents
+from mstar.simulate.report_text import costs_text, errors_text, summary_text
+from mstar.simulate.rig import Rig, build_rig
 from mstar.simulate.summary import Slo, Summary, summarise
 from mstar.simulate.survey import survey
 from mstar.simulate.synthetic import Ask
-from mstar.simulate.trace import Trace, write_trace
+from mstar.simulate.trace import write_trace
 from mstar.utils.errors import MstarError
 
 
@@ -47,6 +53,10 @@ def run(
     rate: Annotated[float, typer.Option(min=1e-6, help="requests per second on average")] = 50.0,
     prompt_tokens: PromptTokens = 512,
     output_tokens: OutputTokens = 128,
+    systems: Systems = 8,
+    system_tokens: SystemTokens = 1_000,
+    system_skew: SystemSkew = 0.0,
+    together: Together = 1,
     tenants: Tenants = 1,
     seed: Seed = 0,
     slo_ttft_ms: SloTtft = 500.0,
@@ -62,17 +72,20 @@ def run(
         if file and not file.parent.is_dir():
             raise InputError(f"{flag}: {file.parent} is no folder")
     measured = load(steps)
-    runs = {name: _options(given) for name, given in runs_of(option or [], versus or []).items()}
+    runs = runs_of("simulated", option or [], versus or [])
     pyplot = _pyplot() if plot else None
-    context = next(iter(runs.values())).max_seq_len or measured.max_seq_len
-    ask = Ask(requests, rate, prompt_tokens, output_tokens, context, seed)
+    context = min(options.max_seq_len or measured.max_seq_len for options in runs.values())
+    ask = Ask(
+        requests, rate, prompt_tokens, output_tokens, context, seed, systems, system_tokens, system_skew, together
+    )
     played = trace_maker(trace, tenants)(ask)
+    rigs = {name: build_rig(options, measured, played) for name, options in runs.items()}
     if save_trace:
         write_trace(played, save_trace)
     print(f"steps of {measured.source}\nfitted to them, error of a step:\n{errors_text(measured.errors())}")
     slo, seen, results = Slo(slo_ttft_ms, slo_itl_ms), {}, {}
-    for name, options in runs.items():
-        seen[name], results[name] = _play(options, measured, played, slo, name)
+    for name, rig in rigs.items():
+        seen[name], results[name] = _play(rig, slo, name)
     if json_file:
         json_file.write_text(json.dumps({name: each.as_json() for name, each in results.items()}, indent=1) + "\n")
     if plot:
@@ -84,7 +97,7 @@ def fit(
     model: Annotated[str, typer.Option(help="folder, .gguf file, Hugging Face id or alias")] = "smollm2-135m",
     option: Options = None,
     tokens: Annotated[
-        int, typer.Option(min=32, help="prompt tokens of requests that run together at most; a GPU takes 131072")
+        int, typer.Option(min=32, help="prompt tokens of requests that run together at most; a GPU takes 262144")
     ] = 4096,
     repeats: Annotated[int, typer.Option(min=1, help="measured runs; of each step the median counts")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="of the random prompts")] = 0,
@@ -93,33 +106,28 @@ def fit(
     if out.suffix != ".json" or not out.parent.is_dir():
         raise InputError(f"--out: a .json file in a folder that exists, got {out}")
     fixed = {"model": model, "run_ahead": "off", "prefix_cache": False}
-    core = EngineCore(parse_options(parse_assignments(option or []) | fixed)[0])
-    measured = survey(core, tokens, repeats, seed)
+    events = ReplayEvents()
+    core = EngineCore(parse_options(parse_assignments(option or []) | fixed)[0], events)
+    gc.collect()
+    gc.freeze()  # as an engine process: a collection over the model's objects would show as a slow step
+    measured = survey(core, tokens, repeats, seed, events if core.engine.device.type == "cuda" else None)
     measured.save(out)
-    parts = measured.cost_model().parts_ms
     print(f"{len(measured.steps)} steps of {measured.source}: {out}")
     print(f"error of a step:\n{errors_text(measured.errors())}")
-    print(f"parts, ms: {parts}; host, µs: {measured.host}")
+    print(costs_text(measured.cost_model(), measured.host))
 
 
-def _play(
-    options: EngineOptions, measured: MeasuredSteps, trace: Trace, slo: Slo, name: str
-) -> tuple[Measures, Summary]:
-    rig = build_rig(options, measured, trace)
-    measures = Measures(trace, int(slo.itl_ms * 1e6))
+def _play(rig: Rig, slo: Slo, name: str) -> tuple[Measures, Summary]:
+    measures = Measures(rig.trace, int(slo.itl_ms * 1e6))
     start = time.perf_counter()
     simulate(rig, measures)
     seconds = time.perf_counter() - start
     summary = summarise(rig.played(), measures, slo)
     steps = sum(measures.steps.values())
-    speed = f"{len(trace) / seconds:,.0f} requests/s, {steps / seconds:,.0f} steps/s"
+    speed = f"{len(rig.trace) / seconds:,.0f} requests/s, {steps / seconds:,.0f} steps/s"
     print(f"\n{name}, simulated in {seconds:.1f} s: {speed}")
     print(summary_text(summary))
     return measures, summary
-
-
-def _options(given: dict[str, str]) -> EngineOptions:
-    return parse_options({"model": "simulated"} | given)[0]
 
 
 def _pyplot() -> Any:

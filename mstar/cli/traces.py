@@ -11,14 +11,21 @@ import typer
 
 from mstar.cli.assignments import parse_assignments
 from mstar.cli.errors import InputError
+from mstar.runtime.options import EngineOptions, parse_options
 from mstar.simulate.synthetic import SYNTHETIC, Ask, with_tenants
 from mstar.simulate.trace import Trace, read_trace
 
-TraceName = Annotated[str, typer.Option("--trace", help="poisson, bursts, long-tail, chats, giant, or a .jsonl file")]
+TraceName = Annotated[str, typer.Option("--trace", help=f"{', '.join(SYNTHETIC)}, or a .jsonl file")]
 Requests = Annotated[int, typer.Option(min=1, help="of a made-up trace")]
 PromptTokens = Annotated[int, typer.Option(min=1, help="mean length; of a chat, what a turn adds")]
 OutputTokens = Annotated[int, typer.Option(min=1, help="mean length of answers")]
 Tenants = Annotated[int, typer.Option(min=1, help="deal a made-up trace out to so many, unequally")]
+Systems = Annotated[int, typer.Option(min=1, help="different system prompts of the trace systems")]
+SystemTokens = Annotated[int, typer.Option(min=1, help="their mean length, which comes before that of prompts")]
+SystemSkew = Annotated[
+    float, typer.Option(min=0.0, max=10.0, help="how unequally they are asked for: 0 alike, 1 as by Zipf")
+]
+Together = Annotated[int, typer.Option(min=1, help="requests that come at once with one system prompt")]
 Seed = Annotated[int, typer.Option(min=0, help="of a made-up trace")]
 SloTtft = Annotated[float, typer.Option(min=0.0, help="a request in time has its first token by then")]
 SloItl = Annotated[float, typer.Option(min=0.0, help="and 99% of the gaps between tokens within this")]
@@ -32,13 +39,17 @@ Versus = Annotated[
 ]
 
 
-def runs_of(option: list[str], versus: list[str]) -> dict[str, dict[str, str]]:
-    """Options of each run, by its name: those given, then these with each of ``versus`` over them."""
+def runs_of(model: str, option: list[str], versus: list[str]) -> dict[str, EngineOptions]:
+    """Options of each run, by its name: those given, then these with each of ``versus`` over them.
+
+    Raises:
+        InputError, LoadError: some are wrong, of any run.
+    """
     given = parse_assignments(option)
     runs = {", ".join(option) or "defaults": given}
     for each in versus:
         runs[each] = given | parse_assignments(re.split(r",(?=\w+=)", each), "--versus")
-    return runs
+    return {name: parse_options({"model": model} | options)[0] for name, options in runs.items()}
 
 
 def trace_maker(name: str, tenants: int) -> Callable[[Ask], Trace]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -162,11 +161,11 @@ class Batcher:
             if is_same and _are_equal(last.prompt_tokens, brought):
                 return last
         infos = tuple(table.infos[rows].tolist())
-        walks = None
-        if len(parts) > 1:
-            each_walks = ((walk,) * part.size for walk, part in zip(lane.walks, parts, strict=True))
-            walks = tuple(itertools.chain.from_iterable(each_walks))
-        batch = Batch(lane.node, lane.walk, infos, walks, spans, tuple(ids.tolist()))
+        walks: list[str] = []
+        sizes = [part.size for part in parts] if len(parts) > 1 else []
+        for walk, size in zip(lane.walks, sizes, strict=False):
+            walks += [walk] * size
+        batch = Batch(lane.node, lane.walk, infos, tuple(walks) or None, spans, rows, ids, tuple(sizes))
         pick = Pick(lane, rows, ids, batch, brought)
         self._last_picks[key] = (pick, *last_picks[:1])
         return pick

@@ -146,7 +146,7 @@ class Conductor:
         Raises:
             InvalidArgument: it can never run: prompt empty, too long or outside the vocabulary, or larger than the
                 whole KV cache; or a parameter is outside its contract, or asks for what the model does not have.
-            Unavailable: the queue is full, the engine drains, or the request's time is over or shorter than a step.
+            Unavailable: as many wait as may, the engine drains, or the request's time is over or shorter than a step.
         """
         if self._is_draining:
             self.counters.refused["draining"] += 1
@@ -167,7 +167,8 @@ class Conductor:
         self._lobby.add(waiting)
         self._engine.clock.mark("arrivals")
         self._join()
-        reason = self._lobby.refusal(self.max_running_requests - self._table.num_running, self._has_prompt_room())
+        num_free_rows = self.max_running_requests - self._table.num_running
+        reason = self._lobby.refusal(request.tenant, num_free_rows, self._has_prompt_room)
         if reason is not None and self._lobby.remove(request_id) is not None:
             self.counters.refused["queue"] += 1
             raise Unavailable(reason)
@@ -302,20 +303,23 @@ class Conductor:
         for flight in self._flights:
             late = np.setdiff1d(late, flight.drawing_rows)
         for row in late.tolist():
-            self._departures.end(row, FinishReason.TIMEOUT)
+            if table.last_step.values[row] < 0:
+                self._departures.expire_row(row)
+            else:
+                self._departures.end(row, FinishReason.TIMEOUT)
         self._deadlines.reset(queued, int(table.deadline_ns.min()))
 
     def _has_prompt_room(self) -> bool:
         """Whether the prompts of rows leave room in the next steps: who joined beyond that would only wait in a row,
         where priorities and shares count no more."""
         of_step = self.limits.max_batch_tokens
-        if self._pace is not None:
+        if self._pace is not None and self.limits.chunked_prefill and self._table.is_any_generating():
             of_step = min(of_step, self._pace.prompt_tokens)
         return self._table.prompt_tokens_ahead() < PROMPT_STEPS * of_step
 
     def _join(self) -> None:
         """Moves waiting requests into rows while rows, pages and the next steps' room for prompts last."""
-        if len(self._pressure):
+        if len(self._pressure) or not len(self._lobby.queue):
             return
         while self._table.num_running < self.max_running_requests and self._has_prompt_room():
             waiting = self._joining.next()

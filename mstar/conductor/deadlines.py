@@ -5,10 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from mstar.utils.errors import ErrorCode
+
 NEVER = 2**63 - 1
-EXPIRED = "timeout_ms: the request's time ran out before it could run"
+_FIELD = "timeout_ms"
+EXPIRED = f"{_FIELD}: the request's time ran out before it could run"
 MIN_STEPS = 100  # before which it is not known how fast a step can be
 SAFETY = 2  # so many times faster than ever before a step may still be
+
+
+def is_late(code: ErrorCode, message: str) -> bool:
+    """Whether an error says that a request's time was over, or too short, before it ran."""
+    return code is ErrorCode.UNAVAILABLE and message.startswith(f"{_FIELD}: ")
 
 
 class Deadlines:
@@ -51,7 +59,7 @@ class Deadlines:
         if self._num_steps < MIN_STEPS or left_ns >= least_ns:
             return None
         return (
-            f"timeout_ms: at least {least_ns / 1e6:.3f} ms before the deadline, which is 1/{SAFETY} of the quickest "
+            f"{_FIELD}: at least {least_ns / 1e6:.3f} ms before the deadline, which is 1/{SAFETY} of the quickest "
             f"step so far, got {left_ns / 1e6:.3f} ms"
         )
 

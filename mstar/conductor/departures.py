@@ -11,7 +11,7 @@ from mstar.conductor.queue import Waiting
 from mstar.conductor.report import Failure, Outbox
 from mstar.conductor.request import FinishReason
 from mstar.conductor.rows import RowTable
-from mstar.utils.errors import ErrorCode, MstarError
+from mstar.utils.errors import ErrorCode, MstarError, Unavailable
 
 
 class Departures:
@@ -63,6 +63,11 @@ class Departures:
         """Ends a request whose deadline passed before it had a row."""
         self._counters.expired += 1
         self.fail_unrun(waiting, ErrorCode.UNAVAILABLE, EXPIRED)
+
+    def expire_row(self, row: int) -> None:
+        """Ends a row whose deadline passed before its first step."""
+        self._counters.expired += 1
+        self.fail(row, Unavailable(EXPIRED))
 
     def _report(self, request_id: int, client: int, ticket: int, code: ErrorCode, message: str) -> None:
         self._counters.failed += 1

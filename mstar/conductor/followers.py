@@ -64,7 +64,7 @@ class Followers:
 
     def add(self, info: RequestInfo, coming: Coming, turns: int = 1) -> None:
         """The request, which has a row, waits."""
-        self._table.follow(info.row, True)
+        self._table.follow(info.row, self._pools.prefix_tokens(coming.num_pages))
         self._waiting.setdefault(coming.key, []).append(_Follower(info.row, info.request_id, turns))
 
     def go_on(self) -> None:
@@ -84,7 +84,7 @@ class Followers:
     def _start(self, follower: _Follower) -> None:
         table, row = self._table, follower.row
         info, before = table.infos[row], table.cached_tokens[row]
-        table.follow(row, False)
+        table.go_on(row)
         if table.state[row] == IDLE:  # it gave its pages up, and looks for others as it comes back
             return
         try:

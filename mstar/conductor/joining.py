@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import islice
 
 from mstar.conductor.pools import Pools
 from mstar.conductor.queue import Waiting
@@ -35,24 +36,26 @@ class Joining:
                 self._refused, self._seen = set(), -1
             elif self._queue.num_pushed == self._seen:
                 return None
-        for waiting in self._queue.first(self._window):
+        if head.request_id not in self._refused:
+            if self._pools.can_join(head.info.resource_configs):
+                return self._in_place_of(head)
+            self._refused_at = (self._pools.version, head.request_id)
+            self._refused.add(head.request_id)
+        for waiting in islice(self._queue.first(self._window), 1, None):
             if waiting.request_id not in self._refused:
-                if self._fits(waiting, head):
-                    return self._in_place_of(head) if waiting is head else waiting
-                if not self._refused:
-                    self._refused_at = (self._pools.version, head.request_id)
+                if self._may_pass(waiting, head):
+                    return waiting
                 self._refused.add(waiting.request_id)
         self._seen = self._queue.num_pushed
         return None
 
-    def _fits(self, waiting: Waiting, head: Waiting) -> bool:
+    def _may_pass(self, waiting: Waiting, head: Waiting) -> bool:
         configs = waiting.info.resource_configs
-        if not self._pools.can_join(configs):
-            return False
-        if waiting is head:
-            return True
-        is_free = self._pools.may_pass(configs, head.info.resource_configs)
-        return is_free and self._queue.may_pass(waiting, self._window)
+        return (
+            self._pools.can_join(configs)
+            and self._pools.may_pass(configs, head.info.resource_configs)
+            and self._queue.may_pass(waiting, self._window)
+        )
 
     def _in_place_of(self, head: Waiting) -> Waiting:
         preferred = self._queue.preferred()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mstar.conductor.deadlines import NEVER
 from mstar.conductor.departures import Departures
 from mstar.conductor.parameters import RefusedParameter
 from mstar.conductor.preparing import Prepare, Preparing
-from mstar.conductor.queue import Limits, Waiting
+from mstar.conductor.queue import Limits, Waiting, num_waiting
 from mstar.conductor.wait_queue import WaitQueue
 from mstar.utils.errors import ErrorCode
 
@@ -59,14 +59,25 @@ class Lobby:
         """Takes a request away; None when it is not here."""
         return self.queue.remove(request_id) or self._preparing.remove(request_id)
 
-    def refusal(self, free_rows: int, is_open: bool) -> str | None:
-        """Which bound those who wait exceed, in words.  Who is being prepared and has a row free waits for no one, nor
-        do others while the rows are not ``is_open``, although they are free."""
-        if is_open:
-            num_waiting = len(self.queue) + max(len(self._preparing) - free_rows, 0)
-        else:
-            num_waiting = max(len(self) - free_rows, 0)
-        return self._limits.refusal(num_waiting, self.num_tokens)
+    def refusal(self, tenant: str, num_free_rows: int, is_open: Callable[[], bool]) -> str | None:
+        """Which bound those who wait exceed now that a request of ``tenant`` came, in words.
+
+        Who is being prepared is coming to a row; so are all while the rows are not ``is_open``, although some are
+        free, which is asked only if it matters.
+        """
+        limits, num_all = self._limits, len(self)
+        num_of_tenant = self._num_of(tenant) if limits.max_queued_requests_per_tenant else 0
+        if limits.refusal(num_all, self.num_tokens, tenant, num_of_tenant) is None:
+            return None
+        coming, coming_of_tenant = num_all, num_of_tenant
+        if is_open():
+            coming, coming_of_tenant = len(self._preparing), self._preparing.num_of(tenant)
+        return limits.refusal(
+            num_waiting(num_all, coming, num_free_rows),
+            self.num_tokens,
+            tenant,
+            num_waiting(num_of_tenant, coming_of_tenant, num_free_rows),
+        )
 
     def take_prepared(self) -> None:
         """Queues those that are ready; ends those that never will be."""
@@ -90,3 +101,6 @@ class Lobby:
             if waiting is not None:
                 self._departures.expire(waiting)
         return deadlines[0][0] if deadlines else NEVER
+
+    def _num_of(self, tenant: str) -> int:
+        return self.queue.num_of(tenant) + self._preparing.num_of(tenant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Preparing:
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
         self._requests: OrderedDict[int, Waiting] = OrderedDict()
+        self._num_of: Counter[str] = Counter()  # by tenant
         self.num_tokens = 0
         self._lock = threading.Lock()  # of the three below
         self._jobs: OrderedDict[int, Mapping[str, ResourceReqConfig]] = OrderedDict()
@@ -48,8 +49,13 @@ class Preparing:
         """Those that are not ready yet, or were not taken, longest first; not to be changed meanwhile."""
         return iter(self._requests.values())
 
+    def num_of(self, tenant: str) -> int:
+        """How many of one tenant's."""
+        return self._num_of[tenant]
+
     def add(self, waiting: Waiting) -> None:
         self._requests[waiting.request_id] = waiting
+        self._num_of[waiting.request.tenant] += 1
         self.num_tokens += waiting.request.num_prompt_tokens
         with self._lock:
             self._jobs[waiting.request_id] = waiting.info.resource_configs
@@ -63,6 +69,7 @@ class Preparing:
         waiting = self._requests.pop(request_id, None)
         if waiting is not None:
             self.num_tokens -= waiting.request.num_prompt_tokens
+            self._leave(waiting.request.tenant)
             with self._lock:
                 self._jobs.pop(request_id, None)
         return waiting
@@ -74,6 +81,11 @@ class Preparing:
             waiting = self.remove(request_id)
             if waiting is not None:
                 yield Prepared(waiting, error)
+
+    def _leave(self, tenant: str) -> None:
+        self._num_of[tenant] -= 1
+        if not self._num_of[tenant]:
+            del self._num_of[tenant]
 
     def _work(self) -> None:
         while True:

@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 from mstar.conductor.request import EngineRequest
 from mstar.engine.inputs import RequestInfo
+from mstar.utils.errors import shorten
 
 
 @dataclass(frozen=True)
 class Limits:
     """What the conductor lets in, and how it runs it.
 
-    ``max_queued_tokens`` 0 is no bound; it counts prompt tokens.  ``max_batch_tokens`` bounds the prompt tokens of
-    one step; a prompt that does not fit comes in parts with ``chunked_prefill``, else in a step of its own.
+    ``max_queued_tokens``, which counts prompt tokens, and ``max_queued_requests_per_tenant`` bound nothing where they
+    are 0.  ``max_batch_tokens`` bounds the prompt tokens of one step; a prompt that does not fit comes in parts with
+    ``chunked_prefill``, else in a step of its own.
     ``target_inter_token_ns`` lets rows that generate wait about that long for a step with parts of prompts, 0 for as
     long as it takes.  ``run_ahead`` launches a step before the tokens of the one before are on the host,
     ``max_steps_ahead`` of them where all they need is on the device; ``mixed_steps`` runs prompts beside rows that
@@ -31,6 +33,7 @@ class Limits:
     max_seq_len: int
     vocab_size: int
     max_queued_tokens: int = 0
+    max_queued_requests_per_tenant: int = 0
     run_ahead: bool = False
     max_steps_ahead: int = 1
     mixed_steps: bool = False
@@ -41,8 +44,12 @@ class Limits:
     prefix_passes: int = 0
     preemption: str = "auto"
 
-    def refusal(self, num_waiting: int, num_tokens: int) -> str | None:
-        """Which bound so many requests that wait, with so many prompt tokens, exceed, in words; None: they may wait."""
+    def refusal(self, num_waiting: int, num_tokens: int, tenant: str, num_of_tenant: int) -> str | None:
+        """Which bound those who wait exceed, in words; None: they may.
+
+        ``num_waiting`` requests with ``num_tokens`` prompt tokens, ``num_of_tenant`` of them of ``tenant``, whose
+        request came last.
+        """
         if num_waiting > self.max_queued_requests:
             return queue_full(self.max_queued_requests)
         if self.max_queued_tokens and num_waiting and num_tokens > self.max_queued_tokens:
@@ -50,7 +57,20 @@ class Limits:
                 f"max_queued_tokens: at most {self.max_queued_tokens} prompt tokens may wait, "
                 f"with this request they would be {num_tokens}"
             )
+        if 0 < self.max_queued_requests_per_tenant < num_of_tenant:
+            return (
+                f"max_queued_requests_per_tenant: at most {self.max_queued_requests_per_tenant} requests of one tenant "
+                f"may wait, so many of {shorten(tenant)} do"
+            )
         return None
+
+
+def num_waiting(num_without_row: int, num_coming: int, num_free_rows: int) -> int:
+    """Of the requests without a row, those that count as waiting.
+
+    ``num_coming`` of them lack only a row, or will soon; for as many as there are free rows, nobody has to make room.
+    """
+    return num_without_row - min(num_coming, num_free_rows)
 
 
 def queue_full(max_queued_requests: int) -> str:

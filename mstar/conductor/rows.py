@@ -48,6 +48,7 @@ class RowTable:
         self.is_constrained = np.zeros(capacity, bool)
         self.waits_for_host = RowFlags(capacity)
         self.follows = RowFlags(capacity)
+        self.coming_tokens = np.zeros(capacity, np.int64)  # of a follower's prompt, that others bring
         self.joined = np.zeros(capacity, np.int64)
         self.last_step = RowMarks(capacity)
         self.stop_ids = np.full((capacity, 0), -1, np.int64)
@@ -82,11 +83,20 @@ class RowTable:
         return states
 
     def prompt_tokens_ahead(self) -> int:
-        """Tokens of prompts that no launched step has brought, of rows that can run."""
+        """Tokens of prompts that no launched step has brought, of rows that can run, and of followers what nobody else
+        will bring."""
         left = self.prompt_left
         if not np.count_nonzero(left):
             return 0
-        return int(left[self.ready_states() != IDLE].sum())
+        ahead = int(left[self.ready_states() != IDLE].sum())
+        if self.follows.count:
+            follows = self.follows.values & (self.state != IDLE)
+            ahead += int((left[follows] - self.coming_tokens[follows]).sum())
+        return ahead
+
+    def is_any_generating(self) -> bool:
+        """Whether steps are waited for by a row whose prompt is done."""
+        return bool(np.count_nonzero((self.state != IDLE) & (self.prompt_left == 0)))
 
     def join(self, waiting: Waiting, state: int) -> None:
         """Writes a request into the row the engine gave it."""
@@ -122,9 +132,15 @@ class RowTable:
         self.row_of[waiting.request_id] = row
         self.version += 1
 
-    def follow(self, row: int, does: bool) -> None:
-        """A row that has not run yet sits out steps from now on, or no longer."""
-        self.follows.write(row, does)
+    def follow(self, row: int, coming_tokens: int) -> None:
+        """A row that has not run yet sits out steps from now on, since others bring so much of its prompt."""
+        self.follows.write(row, True)
+        self.coming_tokens[row] = coming_tokens
+        self.version += 1
+
+    def go_on(self, row: int) -> None:
+        """A row that sat out steps does no longer."""
+        self.follows.write(row, False)
         self.version += 1
 
     def found(self, row: int, cached_tokens: int) -> None:

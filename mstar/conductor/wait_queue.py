@@ -69,7 +69,7 @@ class WaitQueue:
         self._clock = clock
         self._interval_ns = max(round(limits.priority_ageing_s * 1e9), 1)
         self._shares = FairShare(rows, limits.output_token_weight)
-        self._requests: dict[int, Waiting] = {}
+        self._places: dict[int, Place] = {}  # by request id, in order of arrival
         self._tenants: dict[str, _Tenant] = {}
         self._by_number: dict[int, _Tenant] = {}
         self._num_lines: Counter[int] = Counter()  # by priority
@@ -82,14 +82,19 @@ class WaitQueue:
         self.num_pushed = 0  # ever: tells whether somebody arrived since
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._places)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._requests
+        return request_id in self._places
 
     def __iter__(self) -> Iterator[Waiting]:
         """All, in order of arrival; not to be changed meanwhile."""
-        return iter(self._requests.values())
+        return (place.waiting for place in self._places.values())
+
+    def num_of(self, tenant: str) -> int:
+        """How many of one tenant wait."""
+        known = self._tenants.get(tenant)
+        return 0 if known is None else sum(map(len, known.lines.values()))
 
     def push(self, waiting: Waiting) -> None:
         request = waiting.request
@@ -106,15 +111,15 @@ class WaitQueue:
             self._put(tenant)
         else:
             line[waiting.request_id] = place
-        if self._prefixes is not None and self._requests:  # who waits alone passes nobody
+        if self._prefixes is not None and self._places:  # who waits alone passes nobody
             self._prefixes.add(place)
-        self._requests[waiting.request_id] = waiting
+        self._places[waiting.request_id] = place
         self.num_tokens += request.num_prompt_tokens
         self.num_pushed += 1
 
     def head(self) -> Waiting | None:
         """The one that is to join next."""
-        if not self._requests:
+        if not self._places:
             return None
         bound = self._bound()
         if self._head is None or self._head.height < bound:
@@ -143,11 +148,10 @@ class WaitQueue:
 
     def may_pass(self, waiting: Waiting, most: int) -> bool:
         """Whether a request may join before those that are due before it, of which none was passed ``most`` times."""
-        request = waiting.request
-        tenant = self._tenants[request.tenant]
+        tenant = self._tenants[waiting.request.tenant]
         oldest = self._oldest_due(tenant)
-        place = tenant.lines[request.request_priority][waiting.request_id]
-        return oldest is None or place.number <= oldest or tenant.passes.of(oldest) < most
+        number = self._places[waiting.request_id].number
+        return oldest is None or number <= oldest or tenant.passes.of(oldest) < most
 
     def first(self, count: int) -> Iterator[Waiting]:
         """The ``count`` that are to join next, in order, if each was to join at once and found nothing cached; the
@@ -163,24 +167,23 @@ class WaitQueue:
         """A request leaves for its master row, before that row's counts begin anew.  Of its prompt's tokens that are
         not cached, ``coming_tokens`` will be before it needs them."""
         prompt_tokens = waiting.request.num_prompt_tokens - waiting.info.cached_tokens - coming_tokens
-        self._shares.join(self._tenants[waiting.request.tenant].number, waiting.info.row, prompt_tokens)
-        if self._head is None or self._head.waiting is not waiting:
-            self._note_pass(waiting)
-        self._take(waiting)
+        place, tenant = self._places[waiting.request_id], self._tenants[waiting.request.tenant]
+        self._shares.join(tenant.number, waiting.info.row, prompt_tokens)
+        if place is not self._head:
+            self._note_pass(place, tenant)
+        self._take(place, tenant)
 
     def remove(self, request_id: int) -> Waiting | None:
         """Takes a request away that will not run; None when it is not here."""
-        waiting = self._requests.get(request_id)
-        if waiting is not None:
-            self._shares.settle()
-            self._take(waiting)
-        return waiting
+        place = self._places.get(request_id)
+        if place is None:
+            return None
+        self._shares.settle()
+        self._take(place, self._tenants[place.waiting.request.tenant])
+        return place.waiting
 
-    def _note_pass(self, waiting: Waiting) -> None:
+    def _note_pass(self, place: Place, tenant: _Tenant) -> None:
         """Somebody joins who is not the head; in its place, if that was said: then the shares decide anew."""
-        request = waiting.request
-        tenant = self._tenants[request.tenant]
-        place = tenant.lines[request.request_priority][waiting.request_id]
         oldest = self._oldest_due(tenant)
         if oldest is not None and oldest < place.number:
             tenant.passes.note(place.number, min(tenant.heads(), key=_number).number)
@@ -191,14 +194,13 @@ class WaitQueue:
         bound = self._bound()
         return min((place.number for place in tenant.heads() if place.height >= bound), default=None)
 
-    def _take(self, waiting: Waiting) -> None:
-        request, request_id = waiting.request, waiting.request_id
-        del self._requests[request_id]
+    def _take(self, place: Place, tenant: _Tenant) -> None:
+        request, request_id = place.waiting.request, place.waiting.request_id
+        del self._places[request_id]
         self.num_tokens -= request.num_prompt_tokens
-        tenant = self._tenants[request.tenant]
         line = tenant.lines[request.request_priority]
         was_first = next(iter(line)) == request_id
-        place = line.pop(request_id)
+        del line[request_id]
         if self._prefixes is not None:
             self._prefixes.remove(place)
         if not line:
@@ -211,7 +213,7 @@ class WaitQueue:
             self._shares.end(tenant.number)
         elif was_first:
             self._put(tenant)
-        if self._head is not None and self._head.waiting is waiting:
+        if place is self._head:
             self._head = None
 
     def _intervals(self) -> int:

@@ -83,7 +83,7 @@ class AcceleratorGraphRunner(BucketTable):
         self._buffers = StaticBuffers()
         self._captures: dict[BucketKey, list[_Capture]] = {}
         self._compiled: dict[int, Any] = {}
-        self._padding_rows: dict[tuple[int, int, int], list[NodeInputs]] = {}
+        self._padding_rows: dict[tuple[int, int, int], tuple[list[NodeInputs], np.ndarray]] = {}
         override = compile_mode_override()
         self._modes = [
             resolve_compile_mode(f"{node} ({config.capture_graph_walk})", override, config.compile_mode)
@@ -255,13 +255,17 @@ class AcceleratorGraphRunner(BucketTable):
         bs = real if self._runs_real_head(lease.bucket) else lease.bucket.bs
         return self._pools[idx, lease.slot], bs
 
-    def padding_inputs(self, lease: SlotLease, count: int) -> list[NodeInputs]:
-        """Template rows that pad a batch; shared between steps, so callers leave them as they are."""
+    def padding_inputs(self, lease: SlotLease, count: int) -> tuple[list[NodeInputs], np.ndarray]:
+        """Template rows that pad a batch, and their lengths int64 [count]; shared between steps, so callers leave them
+        as they are."""
         idx, config = self._config_of[lease.bucket]
         key = (idx, lease.slot, count)
-        if key not in self._padding_rows:
-            self._padding_rows[key] = config.get_node_inputs(count, 0) if count else []
-        return self._padding_rows[key]
+        padding = self._padding_rows.get(key)
+        if padding is None:
+            rows = config.get_node_inputs(count, 0) if count else []
+            spans = np.array([row.input_seq_len for row in rows], np.int64)
+            padding = self._padding_rows[key] = rows, spans
+        return padding
 
     def replay(
         self, lease: SlotLease, tensors: Mapping[str, Any], bs: int, clock: PhaseClock = NO_CLOCK

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -21,9 +23,11 @@ class Batch:
 
     In a combined walk ``row_walks`` names each row's own walk; rows of the combined walk's first constituent come
     first.  ``prompt_parts``: of each row, begin and end of the prompt tokens that this step runs; None where a row has
-    no part of a prompt, or for all rows, then whole prompts less what is cached.  ``request_ids`` are the infos' own,
-    for a caller that has them already.  While its membership is unchanged, hand the engine the same object again: the
-    step's preparation is reused.
+    no part of a prompt, or for all rows, then whole prompts less what is cached.  While its membership is unchanged,
+    hand the engine the same object again: the step's preparation is reused.
+
+    For a caller that has them already: ``rows`` and ``ids`` int64 [n] are the infos' master rows and request ids, never
+    changed in place, and ``walk_sizes`` how many rows in a row have one walk.
     """
 
     node: str
@@ -31,12 +35,26 @@ class Batch:
     infos: Sequence[RequestInfo]
     row_walks: Sequence[str] | None = None
     prompt_parts: Sequence[tuple[int, int] | None] | None = None
-    request_ids: tuple[int, ...] = ()
+    rows: np.ndarray | None = None
+    ids: np.ndarray | None = None
+    walk_sizes: tuple[int, ...] = ()
+    request_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        ids = map(_request_id, self.infos) if self.ids is None else self.ids.tolist()
         object.__setattr__(self, "infos", tuple(self.infos))
-        if not self.request_ids:
-            object.__setattr__(self, "request_ids", tuple(map(_request_id, self.infos)))
+        object.__setattr__(self, "request_ids", tuple(ids))
+
+    @cached_property
+    def runs(self) -> tuple[tuple[str, slice], ...]:
+        """The rows as stretches of one walk each."""
+        if self.row_walks is None:
+            return ((self.graph_walk, slice(0, len(self.infos))),)
+        runs, start = [], 0
+        for size in self.walk_sizes or [len(list(group)) for _, group in groupby(self.row_walks)]:
+            runs.append((self.row_walks[start], slice(start, start + size)))
+            start += size
+        return tuple(runs)
 
 
 @dataclass

@@ -19,14 +19,16 @@ from mstar.engine.executor import StepExecutor
 from mstar.engine.graph_warm_up import capture_graphs
 from mstar.engine.in_flight import InFlight
 from mstar.engine.inputs import RequestInfo
+from mstar.engine.kept_tokens import KeptTokens
 from mstar.engine.launcher import Launcher
 from mstar.engine.node import EngineNode
+from mstar.engine.node_questions import NodeQuestions
 from mstar.engine.padding import PaddingRows
 from mstar.engine.phase_clock import NO_CLOCK, PhaseClock
 from mstar.engine.piecewise_graph_runner import build_region_runners
 from mstar.engine.pre_plan import PrePlanner
 from mstar.engine.requests import RequestTable
-from mstar.engine.resources.base import EngineResourceInfo, Resource, RowVerdict
+from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.runner import StepRunner, build_resources
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.submodule import NodeSubmodule
@@ -52,7 +54,7 @@ def _in_inference_mode(method: _Method) -> _Method:
     return guarded  # type: ignore[return-value]
 
 
-class Engine:
+class Engine(NodeQuestions):
     """Runs steps of (node, walk) over the requests it was given.
 
     One thread calls it.  ``resources`` hold all per-request state; a request's master row is its index into them.
@@ -125,6 +127,7 @@ class Engine:
                 runners[name],
                 {s.resource_key: self.resources[s.resource_key] for s in specs if name in s.nodes},
                 num_slots,
+                np.ones(self.capacity, bool),
                 regions[name],
             )
             for name, submodule in submodules.items()
@@ -132,11 +135,10 @@ class Engine:
         self._backend = backend
         self._dropped = dict.fromkeys(submodules, 0)
         self._requests = RequestTable(self.capacity, self.resources, self._forget)
-        self._accepting = [each for each in self.resources.values() if each.overrides("accept_tokens")]
-        self._chains = [each for each in self.resources.values() if each.overrides("extend_prefix_chains")]
         self.clock = clock or NO_CLOCK
         self._step_runner = StepRunner(self.resources, specs)
         self._planner = PrePlanner(self._step_runner, self.device, self.counters, threaded=knobs.pre_plan_spec())
+        self._kept_tokens = KeptTokens(self.resources.values(), self._planner.settle)
         self._executor = StepExecutor(self._step_runner, backend, self.device, self.clock, self.counters)
         self._launcher = Launcher(
             self._nodes,
@@ -188,6 +190,7 @@ class Engine:
         """
         self._planner.settle()
         self._requests.ingest(info)
+        self._note_captures(info)
 
     @_in_inference_mode
     def remove(self, request_id: int) -> None:
@@ -235,6 +238,11 @@ class Engine:
         """
         self._planner.settle()
         self._requests.resume(info, prompt_ids, configs, has_generated)
+        self._note_captures(info)
+
+    def _note_captures(self, info: RequestInfo) -> None:
+        for node in self._nodes.values():
+            node.chooses_capture[info.row] = node.submodule.chooses_capture(info)
 
     def _drop_plans(self) -> None:
         """Nothing prepared or planned of any row holds any more."""
@@ -251,35 +259,15 @@ class Engine:
 
     def extend_prefix_chains(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Sampled tokens int64 [n] that were kept by the requests on master rows ``rows`` int64 [n]."""
-        if not self._chains:
-            return
-        self._planner.settle()
-        for resource in self._chains:
-            resource.extend_prefix_chains(rows, tokens)
+        self._kept_tokens.extend_prefix_chains(rows, tokens)
 
     def accept_tokens(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
-        """Tokens int64 [n] that the requests on master rows ``rows`` int64 [n] kept: the gravest
-        :class:`~mstar.engine.resources.base.RowVerdict` of any resource, uint8 [n]; None: all go on.
-
-        Where a resource raises, nobody knows how far it came: these rows are BROKEN."""
-        verdicts = None
-        for resource in self._accepting:
-            self._planner.settle()
-            try:
-                found = resource.accept_tokens(rows, tokens)
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException:  # a panic of a library written in Rust is no Exception
-                log.exception("%s: the tokens of %d rows were not taken", type(resource).__name__, rows.size)
-                found = np.full(rows.size, RowVerdict.BROKEN, np.uint8)
-            if found is not None:
-                verdicts = found if verdicts is None else np.maximum(verdicts, found)
-        return verdicts
+        """As :meth:`mstar.engine.kept_tokens.KeptTokens.accept`."""
+        return self._kept_tokens.accept(rows, tokens)
 
     def reason_of(self, row: int) -> str:
-        """Why a row is BROKEN, see :meth:`~mstar.engine.resources.base.Resource.reason_of`; empty where no resource
-        blames the request."""
-        return next(filter(None, (resource.reason_of(row) for resource in self._accepting)), "")
+        """As :meth:`mstar.engine.kept_tokens.KeptTokens.reason_of`."""
+        return self._kept_tokens.reason_of(row)
 
     def prepare_request(self, configs: Mapping[str, ResourceReqConfig]) -> None:
         """Does the slow work on a request's configs; called on any thread, before :meth:`ingest`.
@@ -290,34 +278,6 @@ class Engine:
         for key, config in configs.items():
             if config.needs_preparation:
                 self.resources[key].prepare_request(config)
-
-    # What the conductor asks about nodes.
-
-    def max_batch_size(self, node: str, graph_walk: str) -> int | None:
-        """Most rows of one step: the smaller of the submodule's bound and the captures'; None when neither says."""
-        entry = self._nodes[node]
-        bounds = (entry.submodule.max_batch_size(graph_walk), entry.runner.max_batch_size_for(graph_walk))
-        return min((bound for bound in bounds if bound is not None), default=None)
-
-    def packed_sizes(self, node: str, graph_walk: str) -> tuple[int, ...]:
-        """Tokens that captured packed steps of this walk hold, ascending (more run eager); empty without such."""
-        return self._nodes[node].runner.packed_sizes_for(graph_walk)
-
-    def splits_prompts(self, node: str) -> bool:
-        """Whether steps of this node may run parts of prompts."""
-        return self._nodes[node].submodule.supports_chunked_prefill
-
-    def combined_graph_walks(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Node -> {combined walk: constituents, in the order of its rows}, over all nodes."""
-        combined: dict[str, dict[str, tuple[str, ...]]] = {}
-        for entry in self._nodes.values():
-            for node, walks in entry.submodule.get_combined_graph_walks().items():
-                combined.setdefault(node, {}).update(walks)
-        return combined
-
-    def dropped_buckets(self) -> dict[str, int]:
-        """Buckets that could not be captured, by node."""
-        return dict(self._dropped)
 
     def _rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
         return self._requests.rows_of(request_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,6 @@ class ModelInputsFromEngine:
     request_ids: tuple[int, ...]
     resources: dict[str, Any]
     ctx: StepContext
-    per_request_info: list[RequestInfo] = field(default_factory=list)
+    per_request_info: Sequence[RequestInfo] = ()
     captured: bool = False
     piecewise: Mapping[str, PiecewiseGraphRunner] = field(default_factory=dict)

@@ -83,7 +83,7 @@ class Launcher:
         return self._executor.step_runner.repeats(planned.step, planned.engine_inputs.ctx)
 
     def _check_rows(self, batch: Batch) -> None:
-        missing = self._requests.missing(batch.infos, batch.request_ids)
+        missing = self._requests.missing(batch)
         if missing is not None:
             raise KeyError(f"request {missing.request_id} was not ingested")
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mstar.engine.accelerator_graph_runner import AcceleratorGraphRunner
 from mstar.engine.graph_warm_up import Captures
 from mstar.engine.in_flight import Part
@@ -25,6 +27,8 @@ class EngineNode:
     """``regions``: runners of captured regions by label.  ``prepared``: the last two reusable batches by
     walk, newest first: where some rows sit out every second step, two compositions take turns.
 
+    ``chooses_capture`` bool [capacity]: by master row, what the submodule said of the request.
+
     ``slot`` is the next step's; slots rotate per node, since its buckets and regions share slot buffers.
     """
 
@@ -33,6 +37,7 @@ class EngineNode:
     runner: AcceleratorGraphRunner
     resources: dict[str, Resource]
     num_slots: int
+    chooses_capture: np.ndarray
     regions: dict[str, PiecewiseGraphRunner] = field(default_factory=dict)
     prepared: dict[str, list[PreparedBatch]] = field(default_factory=dict)
     slot: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class PaddingPool:
     ids: tuple[int, ...]
     rows: np.ndarray
     infos: tuple[RequestInfo, ...]
+    _tails: dict[tuple[int, int], PaddedTail] = field(default_factory=dict)
 
     def ingest(self, resources: Iterable[Resource]) -> None:
         """Makes the rows known to the resources, with default parameters."""
@@ -40,7 +41,11 @@ class PaddingPool:
 
     def tail(self, start: int, stop: int) -> PaddedTail:
         """Rows ``start`` to ``stop``."""
-        return PaddedTail(self.ids[start:stop], self.rows[start:stop].tolist())
+        tail = self._tails.get((start, stop))
+        if tail is None:
+            rows = self.rows[start:stop].tolist()
+            tail = self._tails[start, stop] = PaddedTail(self.ids[start:stop], rows)
+        return tail
 
     def reset(self, resources: Iterable[Resource], start: int, stop: int, free: bool = False) -> None:
         """Rows ``start`` to ``stop`` back to length 0; with ``free`` they own nothing afterwards."""

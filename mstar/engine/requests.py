@@ -8,6 +8,7 @@ from operator import is_
 
 import numpy as np
 
+from mstar.engine.batch import Batch
 from mstar.engine.inputs import RequestInfo
 from mstar.engine.resources.base import Resource
 from mstar.engine.resources.spec import ResourceReqConfig
@@ -36,15 +37,18 @@ class RequestTable:
         self._evictable = [each for each in every if each.supports_eviction]
         self._forget = forget
         self._infos: dict[int, RequestInfo] = {}
+        self._id_of_row = np.full(capacity, -1, np.int64)
         self._free_rows = [-row for row in range(capacity)]
         heapq.heapify(self._free_rows)
 
-    def missing(self, infos: Sequence[RequestInfo], request_ids: Sequence[int]) -> RequestInfo | None:
-        """The first of these requests that was not ingested; ``request_ids`` are theirs."""
-        found = list(map(self._infos.get, request_ids))
-        if all(map(is_, found, infos)):
+    def missing(self, batch: Batch) -> RequestInfo | None:
+        """The first of the batch's requests that was not ingested."""
+        if batch.rows is not None and batch.ids is not None and (self._id_of_row[batch.rows] == batch.ids).all():
             return None
-        return next(info for info, held in zip(infos, found, strict=True) if held is not info)
+        found = list(map(self._infos.get, batch.request_ids))
+        if all(map(is_, found, batch.infos)):
+            return None
+        return next(info for info, held in zip(batch.infos, found, strict=True) if held is not info)
 
     def rows_of(self, request_ids: Sequence[int]) -> np.ndarray:
         """Master rows int64 of these requests; KeyError for one that is not here."""
@@ -67,6 +71,7 @@ class RequestTable:
             raise Unavailable(f"all {self.capacity} rows of the engine are taken")
         info.row = -heapq.heappop(self._free_rows)
         self._infos[info.request_id] = info
+        self._id_of_row[info.row] = info.request_id
         try:
             for key, resource in self._ingesting:
                 resource.ingest_request(info.request_id, info.row, info.resource_configs.get(key))
@@ -83,6 +88,7 @@ class RequestTable:
         for resource in self._removing:
             resource.remove_request(request_id, info.row)
         heapq.heappush(self._free_rows, -info.row)
+        self._id_of_row[info.row] = -1
         info.row = -1
         self.cached.pop(request_id, None)
         self._forget(request_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from operator import attrgetter
 
 import numpy as np
@@ -32,7 +31,7 @@ class PlannedStep:
     rows: np.ndarray
     spans: np.ndarray
     inputs: list[NodeInputs]
-    infos: list[RequestInfo]
+    infos: tuple[RequestInfo, ...]
     tail: PaddedTail | None
     eager_reason: str | None
     is_packed: bool = False
@@ -106,6 +105,7 @@ class PreparedBatch:
     is_reusable: bool
     errors: dict[int, Exception] = field(default_factory=dict)
     by_slot: dict[int, PlannedStep] = field(default_factory=dict)
+    label_cache: dict[int, dict[str, LabelRows]] = field(default_factory=dict)  # of steps without padding
 
     def alone(self, i: int) -> PreparedBatch:
         """Row ``i`` as a batch of its own."""
@@ -124,6 +124,7 @@ class PreparedBatch:
             is_reusable=False,
             errors={},
             by_slot={},
+            label_cache={},
         )
 
 
@@ -142,11 +143,16 @@ def prepare_batch(node: EngineNode, batch: Batch, cached: Mapping[int, int]) -> 
         looped = [node.loopback_inputs(walk)] * count
         spans = np.full(count, template.input_seq_len, dtype=np.int64)
     else:
-        infos, inputs, walks = _prepare_each(node, batch, cached, errors)
+        infos, inputs, walks, spans = _prepare_each(node, batch, cached, errors)
         request_ids = batch.request_ids if len(infos) == len(batch.infos) else tuple(info.request_id for info in infos)
-        loops = {walk: node.loopback_inputs(walk) for walk in set(walks)}
-        looped = [loops[walk] for walk in walks]
-        spans = np.array([row.input_seq_len for row in inputs], dtype=np.int64)
+        loops = {walk: node.loopback_inputs(walk) for walk, _ in batch.runs}
+        looped = [loops[walk] for walk in walks] if any(loops.values()) else [()] * len(walks)
+    rows = batch.rows
+    if rows is None or len(infos) < len(batch.infos):
+        rows = np.fromiter(map(_row, infos), np.int64, len(infos))
+    choosing = infos
+    if not (chooses := node.chooses_capture[rows]).all():
+        choosing = tuple(infos[i] for i in chooses.nonzero()[0].tolist())
     return PreparedBatch(
         batch=batch,
         infos=infos,
@@ -154,12 +160,12 @@ def prepare_batch(node: EngineNode, batch: Batch, cached: Mapping[int, int]) -> 
         inputs=inputs,
         walks=walks,
         looped=looped,
-        rows=np.fromiter(map(_row, infos), np.int64, len(infos)),
+        rows=rows,
         spans=spans,
         num_tokens=int(spans.sum()),
         equal_rows=template is not None or bool((spans == spans[:1]).all()),
-        key_info=submodule.cg_key_info(walk, infos) if infos else None,
-        eager_reason=submodule.eager_reason(walk, infos),
+        key_info=submodule.cg_key_info(walk, choosing) if infos else None,
+        eager_reason=submodule.eager_reason(walk, choosing),
         can_batch=submodule.can_batch(walk, inputs),
         is_reusable=template is not None,
         errors=errors,
@@ -168,17 +174,18 @@ def prepare_batch(node: EngineNode, batch: Batch, cached: Mapping[int, int]) -> 
 
 def _prepare_each(
     node: EngineNode, batch: Batch, cached: Mapping[int, int], errors: dict[int, Exception]
-) -> tuple[tuple[RequestInfo, ...], list[NodeInputs], list[str]]:
+) -> tuple[tuple[RequestInfo, ...], list[NodeInputs], list[str], np.ndarray]:
     """Row by row, each under its own walk, but for runs of uniform rows; those that fail land in ``errors``."""
     submodule = node.submodule
-    infos: list[RequestInfo] = []
     inputs: list[NodeInputs] = []
     walks: list[str] = []
-    for walk, run in _runs(batch):
+    spans: list[np.ndarray] = []
+    skipped: set[int] = set()
+    for walk, run in batch.runs:
         template = submodule.uniform_row_inputs(walk)
         if template is not None:
-            infos += batch.infos[run]
             inputs += [template] * (run.stop - run.start)
+            spans.append(np.full(run.stop - run.start, template.input_seq_len, np.int64))
         for i in range(run.start, run.stop) if template is None else ():
             info = batch.infos[i]
             try:
@@ -187,13 +194,18 @@ def _prepare_each(
                     part = _part(batch, i, row, cached.get(info.request_id, 0))
                     row = _cut(submodule, row, *part)
             except Exception as error:
-                errors[info.request_id] = error
-                continue
+                errors[info.request_id], row = error, None
             if row is not None:
-                infos.append(info)
                 inputs.append(row)
-        walks += [walk] * (len(infos) - len(walks))
-    return tuple(infos), inputs, walks
+            else:
+                skipped.add(i)
+        if template is None:
+            spans.append(np.array([row.input_seq_len for row in inputs[len(walks) :]], np.int64))
+        walks += [walk] * (len(inputs) - len(walks))
+    infos = batch.infos
+    if skipped:
+        infos = [info for i, info in enumerate(batch.infos) if i not in skipped]
+    return tuple(infos), inputs, walks, np.concatenate(spans) if spans else np.empty(0, np.int64)
 
 
 def _part(batch: Batch, i: int, row: NodeInputs, cached: int) -> tuple[int, int]:
@@ -206,18 +218,6 @@ def _cut(submodule: NodeSubmodule, row: NodeInputs, begin: int, end: int) -> Nod
     if end < row.input_seq_len:
         row = submodule.split_inputs(row, end)[0]
     return submodule.split_inputs(row, begin)[1] if begin else row
-
-
-def _runs(batch: Batch) -> list[tuple[str, slice]]:
-    """The batch's rows as stretches of one walk each."""
-    if batch.row_walks is None:
-        return [(batch.graph_walk, slice(0, len(batch.infos)))]
-    runs, start = [], 0
-    for walk, group in groupby(batch.row_walks):
-        stop = start + len(list(group))
-        runs.append((walk, slice(start, stop)))
-        start = stop
-    return runs
 
 
 def plan_rows(prepared: PreparedBatch, node: EngineNode, slot: int, eager_reason: str | None = None) -> PlannedStep:
@@ -233,7 +233,7 @@ def plan_rows(prepared: PreparedBatch, node: EngineNode, slot: int, eager_reason
     shape = (prepared.num_tokens, prepared.key_info, prepared.equal_rows)
     lease = None if eager_reason else runner.lease_slot(walk, real, slot, *shape)
     ids, rows, spans = prepared.request_ids, prepared.rows, prepared.spans
-    inputs, infos, tail = prepared.inputs, list(prepared.infos), None
+    inputs, infos, tail = prepared.inputs, prepared.infos, None
     regions: dict[str, SlotLease] = {}
     if lease is None:
         eager_reason = eager_reason or runner.eager_reason(walk, real, *shape)
@@ -242,16 +242,18 @@ def plan_rows(prepared: PreparedBatch, node: EngineNode, slot: int, eager_reason
         pool, bs = runner.padding_for(lease, real)
         if bs > real:
             tail = pool.tail(real, bs)
-            padding = runner.padding_inputs(lease, bs - real)
+            padding, padding_spans = runner.padding_inputs(lease, bs - real)
             ids = ids + tail.ids
             rows = np.concatenate([rows, pool.rows[real:bs]])
-            spans = np.concatenate([spans, np.array([row.input_seq_len for row in padding], dtype=np.int64)])
+            spans = np.concatenate([spans, padding_spans])
             inputs = [*inputs, *padding]
             infos += pool.infos[real:bs]
     step = node.submodule.declare_step(walk, ids, inputs, slot_lease=lease, piecewise_leases=regions)
     planned = PlannedStep(
         lease, regions, step, prepared.request_ids, ids, rows, spans, inputs, infos, tail, eager_reason
     )
+    if tail is None:
+        planned.label_cache = prepared.label_cache
     if lease is not None:
         check_key_info(lease, step)
         planned.is_packed, planned.pads_tokens = runner.context_flags(lease)

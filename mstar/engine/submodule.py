@@ -52,6 +52,11 @@ class NodeSubmodule(nn.Module):
         """Most rows one step may have; None leaves it to the captures."""
         return None
 
+    def chooses_capture(self, info: RequestInfo) -> bool:
+        """Whether what :meth:`cg_key_info` and :meth:`eager_reason` say of a batch depends on this request being in it:
+        they are told of no others.  Asked as the request comes (and comes back)."""
+        return True
+
     def cg_key_info(self, graph_walk: str, infos: Sequence[RequestInfo]) -> Hashable | None:
         """What tells captures of one shape apart for this batch."""
         return None

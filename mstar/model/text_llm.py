@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -17,18 +17,18 @@ from mstar.engine.resources.kv.config import KVStep
 from mstar.engine.resources.logprobs.config import LogprobsReqConfig
 from mstar.engine.resources.positions.config import PositionStep
 from mstar.engine.resources.sampler.config import SamplerStep, narrow_to_final
-from mstar.engine.resources.step import MAIN_LABEL, ResourceStep, Segment, SlotLease, SubmoduleStep
+from mstar.engine.resources.step import ResourceStep, SlotLease, SubmoduleStep
 from mstar.engine.submodule import ARNodeSubmodule
 from mstar.model.captures import text_graph_configs
 from mstar.model.decoder import Decoder
-from mstar.model.text_rows import LOOPBACK, collate, decode_row, prompt_row, split_row
+from mstar.model.text_rows import LOOPBACK, collate, decode_row, num_decode_rows, prompt_row, split_row
 from mstar.model.text_sampling import FULL, NEW_TOKEN, VARIANTS, sample, sampling_steps, variant_of
 from mstar.utils import knobs
 
 NODE = "LLM"
 PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
 LOGPROBS = "logprobs"
-_needs_full_variant, _input_seq_len = attrgetter("needs_full_variant"), attrgetter("input_seq_len")
+_is_final = attrgetter("is_final_chunk")
 
 
 class TextLLM(ARNodeSubmodule):
@@ -50,8 +50,8 @@ class TextLLM(ARNodeSubmodule):
         self.reads_device_loopback = knobs.device_loopback_enabled()
         self._shapes = (max_rows, max_tokens, decode_sizes)
         self._decode_row = decode_row(DECODE)
-        # Without segments: every row its one token.
-        self._decode_steps = {variant: _step(SamplerStep(), None, variant) for variant in VARIANTS}
+        # Without segments: every row the tokens of its inputs.
+        self._steps = {variant: _step(SamplerStep(), variant) for variant in VARIANTS}
 
     def get_combined_graph_walks(self) -> dict[str, dict[str, tuple[str, ...]]]:
         return {NODE: {MIXED: (DECODE, PREFILL)}}
@@ -78,15 +78,17 @@ class TextLLM(ARNodeSubmodule):
     def max_batch_size(self, graph_walk: str) -> int | None:
         return self._shapes[0]
 
+    def chooses_capture(self, info: RequestInfo) -> bool:
+        return info.needs_full_variant or LOGPROBS in info.resource_configs
+
     def cg_key_info(self, graph_walk: str, infos: Sequence[RequestInfo]) -> str | None:
-        return FULL if any(map(_needs_full_variant, infos)) else None
+        return FULL if any(info.needs_full_variant for info in infos) else None
 
     def eager_reason(self, graph_walk: str, infos: Sequence[RequestInfo]) -> str | None:
         # The head over every token of a prompt, for the few that ask: no capture has room for that.
         if graph_walk == DECODE:
             return None
-        asking = [info for info in infos if LOGPROBS in info.resource_configs]  # mostly nobody
-        return "prompt_logprobs" if any(map(_asks_about_prompt, asking)) else None
+        return "prompt_logprobs" if any(map(_asks_about_prompt, infos)) else None
 
     def declare_step(
         self,
@@ -98,11 +100,12 @@ class TextLLM(ARNodeSubmodule):
     ) -> SubmoduleStep | None:
         variant = variant_of(slot_lease)
         if graph_walk == DECODE:
-            return self._decode_steps[variant]
-        segments = tuple(map(Segment, request_ids, repeat(MAIN_LABEL), map(_input_seq_len, inputs)))
-        tracked = {} if variant is None else _prompt_ids(request_ids, inputs)
-        sampler = SamplerStep(segments, prefill_tracked_tokens=tracked)
-        return _step(narrow_to_final(sampler, request_ids, inputs), segments, variant)
+            return self._steps[variant]
+        prompts = slice(num_decode_rows(inputs), bisect_left(request_ids, True, key=_is_padding))
+        tracked = {} if variant is None else _prompt_ids(request_ids[prompts], inputs[prompts])
+        if not tracked and all(map(_is_final, inputs[prompts])):
+            return self._steps[variant]
+        return _step(narrow_to_final(SamplerStep(prefill_tracked_tokens=tracked), request_ids, inputs), variant)
 
     def preprocess(
         self, graph_walk: str, engine_inputs: ModelInputsFromEngine, inputs: Sequence[NodeInputs]
@@ -144,6 +147,10 @@ class TextLLM(ARNodeSubmodule):
         return text_graph_configs(device, max_rows, max_tokens, decode_sizes)
 
 
+def _is_padding(request_id: int) -> bool:
+    return request_id < 0  # behind all others
+
+
 def _asks_about_prompt(info: RequestInfo) -> bool:
     config = info.resource_configs.get(LOGPROBS)
     return isinstance(config, LogprobsReqConfig) and config.num_prompt_top >= 0 and not info.is_resumed
@@ -159,12 +166,11 @@ def _prompt_ids(request_ids: Sequence[int], inputs: Sequence[NodeInputs]) -> dic
     }
 
 
-def _step(sampler: SamplerStep, segments: tuple[Segment, ...] | None, variant: str | None) -> SubmoduleStep:
-    """Handed to each resource here, for the step would have to copy them all to do so."""
+def _step(sampler: SamplerStep, variant: str | None) -> SubmoduleStep:
     steps: dict[str, ResourceStep] = {
-        "kv_cache": KVStep(segments),
-        "attn": AttentionStep(segments, causal=True),
-        "rope": PositionStep(segments),
+        "kv_cache": KVStep(),
+        "attn": AttentionStep(causal=True),
+        "rope": PositionStep(),
         **sampling_steps(sampler, variant),
     }
-    return SubmoduleStep(steps=steps, segments=segments, cg_key_info=variant)
+    return SubmoduleStep(steps=steps, cg_key_info=variant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -35,6 +36,15 @@ def split_row(row: ARNodeInputs, length: int) -> tuple[ARNodeInputs, ARNodeInput
     return head, rest
 
 
+def num_decode_rows(rows: Sequence[NodeInputs]) -> int:
+    """How many of a step's ``rows`` bring no ids: the first ones."""
+    return bisect_left(rows, True, key=lambda row: _ids_of(row) is not None)
+
+
+def _ids_of(row: NodeInputs) -> torch.Tensor | None:
+    return row.input_ids if isinstance(row, ARNodeInputs) else None
+
+
 def collate(
     rows: Sequence[NodeInputs], last_tokens: Callable[[], torch.Tensor] | None, device: torch.device
 ) -> torch.Tensor:
@@ -47,13 +57,14 @@ def collate(
     Raises:
         KeyError: a decode row was handed no token.
     """
-    prompts = [row.input_ids for row in rows if isinstance(row, ARNodeInputs) and row.input_ids is not None]
-    num_decode = len(rows) - len(prompts)
+    num_decode = num_decode_rows(rows)
+    prompts = [ids for row in rows[num_decode:] if row.input_seq_len and (ids := _ids_of(row)) is not None]
     parts: list[torch.Tensor] = []
     if num_decode and last_tokens is not None:
         parts.append(last_tokens()[:num_decode])
     elif num_decode:
         parts += [row.tensors[LOOPBACK].reshape(1).to(device, non_blocking=True) for row in rows[:num_decode]]
-    if prompts:
-        parts.append(torch.cat(prompts).to(device, non_blocking=True))
+    if prompts or not num_decode:
+        ids = torch.cat(prompts or [torch.empty(0, dtype=torch.int64)])
+        parts.append(ids.to(device, non_blocking=True))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -57,11 +57,10 @@ def sampling_steps(sampler: SamplerStep, variant: str | None) -> dict[str, Resou
     if variant is None:
         fields = {each.name: getattr(sampler, each.name) for each in dataclasses.fields(sampler)}
         return {"sampler": PlainSamplerStep(**fields | {"apply_penalty": False})}
-    segments = sampler.segments
     return {
-        "logprobs": LogprobsStep(segments),
-        "logit_edits": LogitEditsStep(segments, kept_rids=sampler.kept_rids),
-        "grammar": GrammarStep(segments),
+        "logprobs": LogprobsStep(),
+        "logit_edits": LogitEditsStep(kept_rids=sampler.kept_rids),
+        "grammar": GrammarStep(),
         "sampler": sampler,
     }
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import zmq
 
-from mstar.conductor.queue import queue_full
+from mstar.conductor.queue import num_waiting, queue_full
 from mstar.runtime import messages
 from mstar.runtime.board import Board, Slot, StaleCheck
 from mstar.runtime.launch import load_failure, start_engine
@@ -184,9 +184,11 @@ class EngineClient:
             self._child.poll()  # reaps it if it ended
 
     def _is_visibly_full(self) -> bool:
-        """Those that are being prepared, for whom a row is free, wait for no one."""
-        num_free = max(self._info.max_running_requests - self._board.running, 0)
-        return self._board.queued - num_free >= max(self._info.max_queued_requests, 1)
+        """Whether as many wait as may, also if all of them come to the rows that are free."""
+        queued = self._board.queued
+        num_free_rows = max(self._info.max_running_requests - self._board.running, 0)
+        # What the board says may be a step old: where nobody may wait, the engine itself refuses.
+        return num_waiting(queued, queued, num_free_rows) >= max(self._info.max_queued_requests, 1)
 
     def _connect(self) -> None:
         assert self._folder is not None

@@ -15,6 +15,7 @@ from mstar.conductor.report import StepReport
 from mstar.conductor.request import EngineRequest
 from mstar.engine.engine import Engine
 from mstar.engine.phase_clock import PhaseClock
+from mstar.engine.resources.kv.offload import NoHostMemory
 from mstar.engine.resources.spec import NodeResourceSpec, apply_overrides
 from mstar.model.options import ModelLoadOptions
 from mstar.model.registry import EngineModel, load_model
@@ -50,6 +51,8 @@ class EngineCore:
             self.engine, self.conductor = self._build(device, clock)
         except ValueError as error:  # an environment variable, or settings that do not go together
             raise LoadError(str(error)) from error
+        except NoHostMemory as error:
+            raise LoadError(f"kv_host_memory_bytes: memory that the host has free, got {error}") from error
         self.info = Welcome(
             model=self.model.name,
             vocab_size=self.model.vocab_size,
@@ -121,6 +124,7 @@ def limits_of(options: EngineOptions, max_seq_len: int, vocab_size: int, device:
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
+        max_queued_requests_per_tenant=options.max_queued_requests_per_tenant,
         max_batch_tokens=options.max_batch_tokens,
         max_seq_len=max_seq_len,
         vocab_size=vocab_size,

@@ -124,6 +124,15 @@ ENGINE_OPTIONS: tuple[Field, ...] = (
         doc="Prompt tokens that may wait for room in all; 0 is no bound.",
     ),
     Field(
+        name="max_queued_requests_per_tenant",
+        kind="int",
+        default=0,
+        low=0,
+        high=2**24,
+        unit="requests",
+        doc="Requests of one tenant that may wait for room, so that none fills the queue for others; 0 is no bound.",
+    ),
+    Field(
         name="max_batch_tokens",
         kind="int",
         default=2048,
@@ -376,6 +385,7 @@ class EngineOptions(_Options, frozen=True, kw_only=True):
     max_running_requests: int = 64
     max_queued_requests: int = 1024
     max_queued_tokens: int = 0
+    max_queued_requests_per_tenant: int = 0
     max_batch_tokens: int = 2048
     chunked_prefill: bool = True
     target_inter_token_ms: float = 0.0

@@ -237,8 +237,8 @@ SAMPLING_PARAMETERS: tuple[Field, ...] = (
         low=0,
         high=INT32_MAX,
         unit="ms",
-        doc="From arrival: a text that runs ends then with what exists, a request that still waits is refused. "
-        "0 is no limit.",
+        doc="From arrival: a text that runs ends then with what exists, a request that still waits is refused; of n "
+        "texts those that wait end empty once another has begun. 0 is no limit.",
     ),
     Field(
         name="request_priority",

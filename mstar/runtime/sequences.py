@@ -62,12 +62,14 @@ class TextSequence:
         request: what the engine runs.
         ticket: what the engine knows it by; -1 before it was handed over.
         error: what ended it instead of a finish.
+        is_late: the error says that its time was over before it ran.
     """
 
     def __init__(self, request: EngineRequest, params: SamplingParams, tokenizer: Tokenizer, index: int = 0) -> None:
         self.request = request
         self.ticket = -1
         self.error: MstarError | None = None
+        self.is_late = False
         self._params = params
         self._tokenizer = tokenizer
         self._index = index
@@ -96,8 +98,8 @@ class TextSequence:
 
     @property
     def has_news(self) -> bool:
-        """Something that may make a piece, or an error."""
-        return bool(self._fresh or self._texts or self.is_done)
+        """Something that may make a piece, or an error; how a late text ends is not known before the others' ends."""
+        return bool(self._fresh or self._texts or (self.is_done and not self.is_late))
 
     @property
     def num_tokens(self) -> int:
@@ -128,6 +130,14 @@ class TextSequence:
     def take_prompt(self, records: np.ndarray) -> None:
         """Adds what the engine tells of the prompt: LOGPROB [prompt tokens - 1]."""
         self._prompt_records = records
+
+    def fail(self, error: MstarError, is_late: bool) -> None:
+        """The text ends with an error."""
+        self.error, self.is_late = error, is_late
+
+    def end_late(self) -> None:
+        """Ends a late text, beside others of its prompt that ran, as one without tokens at that time."""
+        self.error, self.is_late, self._finish = None, False, FinishReason.TIMEOUT
 
     def absorb(self) -> bool:
         """Makes the text of what came; True when a stop string ended it while the engine still runs it."""

@@ -13,7 +13,7 @@ from mstar.model.front import open_front
 from mstar.runtime.client import EngineClient
 from mstar.runtime.options import parse_options
 from mstar.serving.frontend import Frontend
-from mstar.serving.intake import Intake
+from mstar.serving.intake import Intake, room_of
 from mstar.serving.readers import ReaderPool
 from mstar.serving.triton import Arrival, TritonReply, answer_error, complete_config, read_request
 
@@ -47,8 +47,7 @@ class TritonPythonModel:
             self._client.close()
             raise
         info = self._client.info
-        most = info.max_running_requests + info.max_queued_requests
-        self._intake = Intake(front, options, self._frontend, info.max_seq_len, most)
+        self._intake = Intake(front, options, self._frontend, info.max_seq_len, room_of(info, engine_options))
         self._readers = ReaderPool(self._read)
 
     def execute(self, requests: list[Any]) -> None:

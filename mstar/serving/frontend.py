@@ -10,8 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
+from mstar.conductor.deadlines import is_late
 from mstar.runtime.messages import EngineRequest, FinishReason, TokenRows
 from mstar.serving.cancels import CancelPoll
+from mstar.serving.chunks import Chunk
 from mstar.serving.rows import TicketRows
 from mstar.serving.senders import Failure, Prompt, SenderPool
 from mstar.serving.sequences import MAX_SEQUENCES, Sequences, split_ticket, ticket_of
@@ -143,20 +145,13 @@ class Frontend:
             self.handle_failure(Failure(number, ErrorCode.CANCELLED, "the request was cancelled", ticket))
             return
         try:
-            chunks = sequences.take(index, rows.tokens, rows.finish, rows.logprobs)
+            responses = sequences.take(index, rows.tokens, rows.finish, rows.logprobs)
             stream = sequences.streams[index]
             if stream.matched_stop and not rows.finish:
                 self._engine.finish(ticket, stream.num_tokens)
-            if not chunks:
-                return
-            if sequences.is_over:
-                del self._open[number]
-            sequences.reply.send(chunks, final=sequences.is_over)
+            self._send(number, sequences, responses)
         except Exception as error:
-            logger.exception("request %r: a response failed", sequences.request_id)
-            self._open.pop(number, None)
-            self._abandon(number, sequences)
-            sequences.reply.fail(ErrorCode.INTERNAL, f"the response failed: {error}")
+            self._fail_response(number, sequences, error)
 
     def handle_prompt(self, prompt: Prompt) -> None:
         sequences = self._open.get(prompt.number)
@@ -167,12 +162,39 @@ class Frontend:
         sequences = self._open.get(failure.number)
         if sequences is None:
             return
-        if failure.ticket is not None and sequences.has_ended(split_ticket(failure.ticket)[1]):
-            return  # at a stop string that the engine had not heard of
+        if failure.ticket is not None:
+            _, index = split_ticket(failure.ticket)
+            if sequences.has_ended(index):
+                return  # at a stop string that the engine had not heard of
+            if is_late(failure.code, failure.message) and self._handle_late(failure.number, sequences, index):
+                return
         del self._open[failure.number]
         if not sequences.is_abandoned:  # one sequence failed: the others have nobody to answer
             self._abandon(failure.number, sequences, but=failure.ticket)
         sequences.reply.fail(failure.code, failure.message)
+
+    def _handle_late(self, number: int, sequences: Sequences, index: int) -> bool:
+        """Whether the request goes on, or ends well, without a sequence whose time was over before it ran."""
+        try:
+            responses = sequences.take_late(index)
+            if responses is not None:
+                self._send(number, sequences, responses)
+        except Exception as error:
+            self._fail_response(number, sequences, error)
+            return True
+        return responses is not None
+
+    def _send(self, number: int, sequences: Sequences, responses: Sequence[Sequence[Chunk]]) -> None:
+        if sequences.is_over:
+            del self._open[number]
+        for count, chunks in enumerate(responses, 1):
+            sequences.reply.send(chunks, final=sequences.is_over and count == len(responses))
+
+    def _fail_response(self, number: int, sequences: Sequences, error: Exception) -> None:
+        logger.exception("request %r: a response failed", sequences.request_id)
+        self._open.pop(number, None)
+        self._abandon(number, sequences)
+        sequences.reply.fail(ErrorCode.INTERNAL, f"the response failed: {error}")
 
     # The cancel poll's thread.
     def _on_cancel(self, number: int, sequences: Sequences) -> None:

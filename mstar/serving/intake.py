@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from mstar.model.front import ModelFront
-from mstar.runtime.messages import EngineRequest
-from mstar.runtime.options import FrontOptions
+from mstar.runtime.messages import EngineRequest, Welcome
+from mstar.runtime.options import EngineOptions, FrontOptions
 from mstar.runtime.prepare import prepare_request, sequences_of
 from mstar.serving.chunks import Reply
 from mstar.serving.frontend import Frontend
@@ -21,6 +22,22 @@ from mstar.text.stream import TextStream
 from mstar.utils.errors import InvalidArgument
 
 
+class Room(NamedTuple):
+    """How many requests of one tenant may run, and wait by the option ``bound``."""
+
+    running: int
+    waiting: int
+    bound: str
+
+
+def room_of(info: Welcome, options: EngineOptions) -> Room:
+    """What an engine with these options has room for."""
+    waiting, bound = options.max_queued_requests, "max_queued_requests"
+    if 0 < options.max_queued_requests_per_tenant < waiting:
+        waiting, bound = options.max_queued_requests_per_tenant, "max_queued_requests_per_tenant"
+    return Room(info.max_running_requests, waiting, bound)
+
+
 class Intake:
     """Turns raw requests into open ones; one for all of a stub's requests."""
 
@@ -30,15 +47,15 @@ class Intake:
         options: FrontOptions,
         frontend: Frontend,
         context_length: int | None = None,
-        most_sequences: int | None = None,
+        room: Room | None = None,
     ) -> None:
-        """``context_length``: the engine's limit in tokens where it is lower than the model's.  ``most_sequences``: how
-        many requests it lets run and wait in all."""
+        """``context_length``: the engine's limit in tokens where it is lower than the model's.  ``room``: the engine's
+        for requests."""
         self._front = front
         self._options = options
         self._frontend = frontend
         self._context_length = context_length
-        self._most_sequences = most_sequences
+        self._room = room
 
     def take(self, raw: RawRequest, reply: Reply, arrival_ns: int) -> None:
         """Open the request: its responses go to ``reply`` from now on. ``arrival_ns`` is on the monotonic clock.
@@ -59,9 +76,8 @@ class Intake:
         )
         if self._wants_logprobs(asked) and request.num_logprobs < 0:
             request = msgspec.structs.replace(request, num_logprobs=0)
-        if self._most_sequences is not None and asked.params.n > self._most_sequences:
-            allowed = f"at most {self._most_sequences}, which is max_running_requests and max_queued_requests together"
-            raise InvalidArgument("n", allowed, asked.params.n)
+        if self._room is not None:
+            _check_has_room(asked.params.n, self._room)
         requests = sequences_of(request, asked.params.n)
         prefix = self._prompt_text(asked, request) if asked.include_prompt else ""
         streams = [
@@ -119,3 +135,9 @@ class Intake:
             return asked.text
         ids: np.ndarray = request.prompt_array()
         return self._front.tokenizer.decode(ids.tolist(), skip_special_tokens=asked.params.skip_special_tokens)
+
+
+def _check_has_room(n: int, room: Room) -> None:
+    most = room.running + room.waiting
+    if n > most:
+        raise InvalidArgument("n", f"at most {most}, which is max_running_requests and {room.bound} together", n)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mstar.runtime.messages import NO_TOKEN, FinishReason
 from mstar.serving.chunks import Chunk, Reply
 from mstar.serving.responses import Stream
 
@@ -30,10 +31,14 @@ class Sequences:
 
     Each streams for itself, with its index in every response; not streaming, one response has what all of them
     brought.  The reply is over when the last one ended.
+
+    A sequence is *late* whose time was over before it ran.  Once all others have ended it ends as they do at that time,
+    with finish ``TIMEOUT``, and no tokens; a request all of whose sequences are late has nothing to answer.
     """
 
     __slots__ = (
         "_ended",
+        "_late",
         "_num_running",
         "_streaming",
         "_tell_prompt",
@@ -60,7 +65,8 @@ class Sequences:
         self._streaming = streaming
         self._tell_prompt = tell_prompt
         self._ended: list[Chunk | None] = [None] * len(streams)  # last chunks
-        self._num_running = len(streams)
+        self._late: set[int] = set()
+        self._num_running = len(streams)  # late ones included
 
     @property
     def is_over(self) -> bool:
@@ -68,24 +74,51 @@ class Sequences:
 
     def running(self, number: int) -> list[int]:
         """Tickets of those that have not ended; may be asked from any thread."""
-        return [ticket_of(number, index) for index, last in enumerate(self._ended) if last is None]
+        return [ticket_of(number, index) for index in range(len(self.streams)) if not self.has_ended(index)]
 
     def has_ended(self, index: int) -> bool:
-        return self._ended[index] is not None
+        """Whether the engine runs the sequence no more."""
+        return self._ended[index] is not None or index in self._late
 
     def tell_prompt(self, records: np.ndarray) -> None:
         """What is told of the prompt, which the sequences have in common: the first one's first response has it."""
         if self._tell_prompt is not None:
             self.streams[0].tell_prompt(self._tell_prompt(records))
 
-    def take(self, index: int, tokens: Sequence[int], finish: int, records: np.ndarray | None) -> Sequence[Chunk]:
-        """Add a sequence's rows, as :meth:`Stream.take`; returns the chunks of one response, none if there is none."""
+    def take(
+        self, index: int, tokens: Sequence[int], finish: int, records: np.ndarray | None
+    ) -> Sequence[Sequence[Chunk]]:
+        """Add a sequence's rows, as :meth:`Stream.take`; returns the chunks of each response to send."""
         chunk = self.streams[index].take(tokens, finish, records)
         if chunk is None:
             return ()
         if chunk.finish_reason is not None:
-            self._ended[index] = chunk
-            self._num_running -= 1
+            self._end(index, chunk)
+        return self._responses([chunk, *self._ends_of_late()])
+
+    def take_late(self, index: int) -> Sequence[Sequence[Chunk]] | None:
+        """A sequence is late; returns as :meth:`take`, None when all are."""
+        self._late.add(index)
+        return None if len(self._late) == len(self.streams) else self._responses(self._ends_of_late())
+
+    def _end(self, index: int, chunk: Chunk) -> None:
+        self._ended[index] = chunk
+        self._num_running -= 1
+
+    def _ends_of_late(self) -> list[Chunk]:
+        """Ends the late ones, if only they are left; returns their chunks."""
+        if self._num_running > len(self._late):
+            return []
+        chunks = []
+        for index in sorted(self._late):
+            chunk = self.streams[index].take([NO_TOKEN], FinishReason.TIMEOUT)
+            assert chunk is not None, "a last row makes a chunk"
+            self._end(index, chunk)
+            chunks.append(chunk)
+        self._late.clear()
+        return chunks
+
+    def _responses(self, chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
         if self._streaming:
-            return (chunk,)
-        return [last for last in self._ended if last is not None] if self.is_over else ()
+            return [(chunk,) for chunk in chunks]
+        return [[last for last in self._ended if last is not None]] if self.is_over else ()

@@ -26,6 +26,9 @@ class Clients:
         np.maximum.at(lengths, stream_of, trace.prompt_tokens + trace.output_tokens)
         starts = np.cumsum(lengths) - lengths
         made_up = stream_tokens(names.repeat(lengths), np.arange(lengths.sum()) - starts.repeat(lengths))
+        for first in _firsts(stream_of, trace.system_tokens):
+            shared = trace.system(first)
+            made_up[starts[stream_of[first]] :][: shared.size] = shared
         self._words = (1 + (made_up - 1) % (vocab_size - 1)).astype("<i4")
         self._prompt_at = starts[stream_of]
         self._answer_at = self._prompt_at + trace.prompt_tokens
@@ -61,3 +64,10 @@ class Clients:
     def heard(self, ticket: int) -> int:
         """Tokens of an answer so far."""
         return int(self._heard[ticket])
+
+
+def _firsts(stream_of: np.ndarray, system_tokens: np.ndarray) -> list[int]:
+    """The first ticket of each stream that begins with something shared."""
+    _, firsts = np.unique(stream_of, return_index=True)
+    tickets: list[int] = firsts[system_tokens[firsts] > 0].tolist()
+    return tickets

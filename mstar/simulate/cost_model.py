@@ -1,22 +1,30 @@
-"""A step's time from its composition: a sum of non-negative parts, fitted to measured steps."""
+"""A step's time on the device from its composition: a sum of non-negative parts, fitted to measured steps."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from mstar.simulate.buckets import UNPADDED, Buckets
 from mstar.simulate.composition import Composition
+from mstar.simulate.non_negative import fit_relative
 
-# Of a step: itself; its tokens up to FEW, for a device takes hardly longer for a few than for one until its units are
-# full; each row; each token attended to by a row of one token; having a prompt; each of its tokens; each pair of them.
-PARTS = ("step", "few_tokens", "rows", "context_tokens", "prompt_step", "prompt_tokens", "prompt_pairs")
-FEW = 16
-ROUNDS = 5  # of weighing outliers down: other work on the machine makes single steps slow
-OUTLIER = 3.0  # times the median error
+# A further token costs the less or the more the more there are: until a device's units are full it may cost nothing,
+# and for a single one there may be kernels of its own.  So each of these ranges has a price of its own.
+RANGES = tuple(pairwise((1, 2, 16, 64, 256, 1 << 60)))
+# Of a row of one token it matters how long it is until there are enough of its tokens for several programs to share.
+DEPTH = 256
+# Of a step: itself; each of its tokens, by range; each row; each token attended to by a row of one token; each that
+# such a row attends to on average, up to DEPTH; having a prompt; each token of a step that has one; each pair of a
+# prompt's token and one it attends to.  Rows and tokens are those of the step's bucket.
+PARTS = (
+    "step", *(f"token_from_{low}" for low, _ in RANGES), "row", "context_token", "row_depth",
+    "prompt_step", "prompt_step_token", "prompt_pair",
+)  # fmt: skip
 
 
 class FitError(NamedTuple):
@@ -28,84 +36,68 @@ class FitError(NamedTuple):
     bias: float
 
 
+def fit_error(predicted: np.ndarray, measured: np.ndarray) -> FitError:
+    """Of float64 [n] each, in one unit."""
+    relative = predicted / measured - 1
+    size = np.abs(relative)
+    return FitError(size.size, float(np.median(size)), float(np.quantile(size, 0.95)), float(relative.mean()))
+
+
 @dataclass(frozen=True)
 class CostModel:
-    """Milliseconds for one of each of :data:`PARTS`."""
+    """Milliseconds for one of each of :data:`PARTS`, and the sizes to which steps are padded."""
 
     parts_ms: tuple[float, ...]
+    buckets: Buckets = UNPADDED
 
     def step_ms(self, step: Composition) -> float:
         """What a step takes on the device."""
-        decode_rows, context, prompt_rows, prompt_tokens, pairs = step
-        base, few, row, context_token, prompt_step, prompt_token, pair = self.parts_ms
-        milliseconds = base + few * min(decode_rows + prompt_tokens, FEW) + row * (decode_rows + prompt_rows)
-        milliseconds += context_token * context
-        if prompt_rows:
-            milliseconds += prompt_step + prompt_token * prompt_tokens + pair * pairs
+        base, *of_range, row, context_token, row_depth, prompt_step, prompt_step_token, pair = self.parts_ms
+        rows, tokens = self.buckets.pad(step)
+        milliseconds = base + row * rows + context_token * step.decode_context
+        if step.decode_rows:
+            milliseconds += row_depth * min(step.decode_context / step.decode_rows, DEPTH)
+        for (low, high), token in zip(RANGES, of_range, strict=True):
+            if tokens <= low:
+                break
+            milliseconds += token * (min(tokens, high) - low)
+        if step.prompt_rows:
+            milliseconds += prompt_step + prompt_step_token * tokens + pair * step.prompt_pairs
         return milliseconds
 
     def errors(self, steps: Mapping[str, np.ndarray], measured_ms: np.ndarray) -> FitError:
         """How far the prediction is from ``measured_ms`` [n]; ``steps``: columns of the compositions."""
-        relative = _parts(steps) @ np.array(self.parts_ms) / measured_ms - 1
-        size = np.abs(relative)
-        return FitError(size.size, float(np.median(size)), float(np.quantile(size, 0.95)), float(relative.mean()))
+        return fit_error(_parts(steps, self.buckets) @ np.array(self.parts_ms), measured_ms)
 
 
-def fit(steps: Mapping[str, np.ndarray], measured_ms: np.ndarray) -> CostModel:
+def fit(steps: Mapping[str, np.ndarray], measured_ms: np.ndarray, buckets: Buckets = UNPADDED) -> CostModel:
     """The non-negative parts with the least squared relative error.
 
     Args:
         steps: columns of the compositions, int64 [n] each.
         measured_ms: float64 [n], all positive.
+        buckets: those of the engine that was measured.
 
     Raises:
         ValueError: no steps.
     """
     if not measured_ms.size:
         raise ValueError("a cost model needs at least one measured step")
-    relative = _parts(steps) / measured_ms[:, None]
-    weights = np.ones(measured_ms.size)
-    solution = _non_negative(relative, weights)
-    for _ in range(ROUNDS):
-        errors = np.abs(relative @ solution - 1)
-        bound = OUTLIER * max(float(np.median(errors)), 1e-3)
-        weights = np.minimum(1.0, bound / np.maximum(errors, bound))
-        solution = _non_negative(relative, weights)
-    return CostModel(tuple(solution.tolist()))
+    return CostModel(tuple(fit_relative(_parts(steps, buckets), measured_ms).tolist()), buckets)
 
 
-def _non_negative(relative: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Least squares of ``relative @ x = 1`` for x >= 0: the best of the plain solutions over all subsets of parts.
-
-    The optimum is the plain solution over those parts that are not 0 in it, so with so few parts all are tried.
-    """
-    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
-    design = relative / scale * np.sqrt(weights)[:, None]
-    target = np.sqrt(weights)
-    best, least = np.zeros(design.shape[1]), float(target @ target)
-    used = np.flatnonzero(design.any(axis=0)).tolist()
-    for size in range(1, len(used) + 1):
-        for subset in map(list, itertools.combinations(used, size)):
-            found = np.linalg.lstsq(design[:, subset], target, rcond=None)[0]
-            if (found < 0).any():
-                continue
-            left = design[:, subset] @ found - target
-            if (loss := float(left @ left)) < least * (1 - 1e-9):
-                least, best = loss, np.zeros(design.shape[1])
-                best[subset] = found
-    return best / scale
-
-
-def _parts(steps: Mapping[str, np.ndarray]) -> np.ndarray:
+def _parts(steps: Mapping[str, np.ndarray], buckets: Buckets) -> np.ndarray:
     """float64 [n, parts]"""
-    decode_rows, prompt_rows, prompt_tokens = steps["decode_rows"], steps["prompt_rows"], steps["prompt_tokens"]
+    rows, tokens = buckets.pad_all(steps)
+    has_prompt = steps["prompt_rows"] > 0
     parts = (
-        np.ones(decode_rows.size),
-        np.minimum(decode_rows + prompt_tokens, FEW),
-        decode_rows + prompt_rows,
+        np.ones(rows.size),
+        *(np.clip(tokens, low, high) - low for low, high in RANGES),
+        rows,
         steps["decode_context"],
-        prompt_rows > 0,
-        prompt_tokens,
+        np.minimum(steps["decode_context"] / np.maximum(steps["decode_rows"], 1), DEPTH),
+        has_prompt,
+        has_prompt * tokens,
         steps["prompt_pairs"],
     )
     return np.stack(parts, axis=1).astype(np.float64)

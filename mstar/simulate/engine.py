@@ -20,7 +20,7 @@ from mstar.model.text_llm import DECODE, MIXED, NODE, PREFILL
 from mstar.simulate.clock import VirtualClock
 from mstar.simulate.composition import Composition, StepRows, rows_of
 from mstar.simulate.cost_model import CostModel
-from mstar.simulate.measured import HostCosts
+from mstar.simulate.host_costs import HostCosts, HostStep
 from mstar.simulate.tokens import EOS, stream_tokens
 from mstar.simulate.trace import Trace
 
@@ -95,6 +95,7 @@ class VirtualEngine:
         self._step = KVStep()
         self._kept: dict[Batch, _Rows] = {}
         self._last_batch: Batch | None = None
+        self._uses = 0  # steps in a row that had the last batch, less one
 
     # Requests.
 
@@ -161,7 +162,8 @@ class VirtualEngine:
         if not (outcome.ok and outcome.ready):
             return InFlight(batch, refused=outcome, failed_resource=KV)
         self._kv.commit(self._step, known.context)
-        self._time.spend(int(1e3 * (self._host.step_us + self._host.row_us * spans.size)))
+        self._uses = self._uses + 1 if batch is self._last_batch else 0
+        self._time.spend(int(1e3 * self._host.of(HostStep(spans.size, num_prompts, self._uses))))
         composition = StepRows(spans, stored, num_prompts).compose()
         nanoseconds = int(1e6 * self._costs.step_ms(composition))
         self.on_step(composition, nanoseconds)

@@ -36,8 +36,9 @@ _DEFAULTS = EngineOptions(model="any")
 # Options that concern the conductor alone: runs that differ in these can share a loaded engine.
 SHARED_WITH = frozenset(
     {
-        "max_queued_requests", "max_queued_tokens", "chunked_prefill", "target_inter_token_ms", "mixed_steps",
-        "run_ahead", "max_steps_ahead", "priority_ageing_s", "output_token_weight", "prefix_passes",
+        "max_queued_requests", "max_queued_requests_per_tenant", "max_queued_tokens", "chunked_prefill",
+        "target_inter_token_ms", "mixed_steps", "run_ahead", "max_steps_ahead", "priority_ageing_s",
+        "output_token_weight", "prefix_passes",
     }
 )  # fmt: skip
 
@@ -138,8 +139,7 @@ class _Run:
                 if due_ns is None:
                     return
                 self._clock.sleep(due_ns - self._now_ns())
-            for arrived_ns, ticket in arrivals.take(self._now_ns(), MESSAGES_PER_STEP):
-                self._submit(ticket, arrived_ns)
+            self._let_in()
             if conductor.has_work():
                 self._step()
 
@@ -157,7 +157,14 @@ class _Run:
     def _now_ns(self) -> int:
         return self._clock() - self._start_ns
 
-    def _submit(self, ticket: int, arrived_ns: int) -> None:
+    def _let_in(self) -> None:
+        """Submits those that have come until as many were accepted as an engine process takes between two steps."""
+        most = MESSAGES_PER_STEP
+        while most and (came := self._arrivals.take(self._now_ns(), most)):
+            most -= sum(self._submit(ticket, arrived_ns) for arrived_ns, ticket in came)
+
+    def _submit(self, ticket: int, arrived_ns: int) -> bool:
+        """Whether it was accepted."""
         self._arrived.append((ticket, arrived_ns))
         try:
             self._request_ids[ticket] = self._conductor.submit(self._clients.request(ticket), ticket=ticket)
@@ -165,6 +172,8 @@ class _Run:
             now_ns = self._now_ns()
             self._refused.append((ticket, error, now_ns))
             self._arrivals.ended(ticket, now_ns)
+            return False
+        return True
 
     def _step(self) -> None:
         """One turn of the loop; each report becomes the messages that front ends would get."""

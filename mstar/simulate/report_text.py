@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from mstar.simulate.cost_model import FitError
+import msgspec
+
+from mstar.simulate.cost_model import PARTS, CostModel, FitError
+from mstar.simulate.host_costs import HostCosts
 from mstar.simulate.summary import Latency, Summary
 
 
@@ -51,6 +54,13 @@ def errors_text(errors: dict[str, FitError]) -> str:
             for name, e in errors.items()
         ]
     )
+
+
+def costs_text(model: CostModel, host: HostCosts) -> str:
+    """What a step's parts cost on the device, but for those that cost nothing, and on the host."""
+    device = ", ".join(f"{name} {1e3 * ms:.4g}" for name, ms in zip(PARTS, model.parts_ms, strict=True) if ms)
+    on_host = ", ".join(f"{name.removesuffix('_us')} {us:.4g}" for name, us in msgspec.structs.asdict(host).items())
+    return _columns([("device, µs", device), ("host, µs", on_host)])
 
 
 def _latency(latency: Latency) -> str:

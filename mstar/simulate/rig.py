@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from mstar.model.registry import host_pages_within, pages_within, text_walks
 from mstar.model.text_llm import DECODE, MIXED, NODE, PREFILL
 from mstar.runtime.core import limits_of, with_overrides
 from mstar.runtime.options import EngineOptions
+from mstar.simulate.buckets import Buckets
 from mstar.simulate.clock import VirtualClock
 from mstar.simulate.engine import KV, StepBounds, VirtualEngine
 from mstar.simulate.measured import MeasuredSteps
@@ -77,7 +78,8 @@ def build_rig(options: EngineOptions, measured: MeasuredSteps, trace: Trace) -> 
     clock = VirtualClock()
     device = torch.device(measured.device)
     bounds = step_bounds(options, device, context)
-    engine = VirtualEngine(kv, max_rows, bounds, measured.cost_model(), measured.host, clock, trace)
+    costs = replace(measured.cost_model(), buckets=buckets_of(options, device, context))
+    engine = VirtualEngine(kv, max_rows, bounds, costs, measured.host, clock, trace)
     limits = limits_of(options, context, VOCABULARY, device)
     model = VirtualModel(text_walks(context), specs)
     conductor = Conductor(engine, model, limits, clock=clock)
@@ -86,20 +88,31 @@ def build_rig(options: EngineOptions, measured: MeasuredSteps, trace: Trace) -> 
 
 def step_bounds(options: EngineOptions, device: torch.device, context: int) -> StepBounds:
     """What captured steps of a text model hold under these options, on a device of this kind."""
+    max_rows, captured = options.max_running_requests, _captured(options, device, context)
+    of_prompts = min(captured.packed_rows[-1], max_rows)
+    rows = {DECODE: min(captured.decode_rows[-1], max_rows), PREFILL: of_prompts, MIXED: of_prompts}
+    return StepBounds(rows, captured.packed_tokens, queues_steps=device.type != "cpu")
+
+
+def buckets_of(options: EngineOptions, device: torch.device, context: int) -> Buckets:
+    """To which sizes an engine with these options pads its steps: on a CPU, packed ones to none."""
+    captured = _captured(options, device, context)
+    return Buckets(captured.decode_rows) if device.type == "cpu" else captured
+
+
+def _captured(options: EngineOptions, device: torch.device, context: int) -> Buckets:
+    """Sizes of captured steps."""
     max_rows = options.max_running_requests
     max_tokens = min(options.max_batch_tokens, max_rows * context)
     configs = text_graph_configs(device, max_rows, max_tokens, options.capture_batch_sizes)
     packed = [config for config in configs if isinstance(config, PackedAcceleratorGraphConfig)]
     batched = [config for config in configs if not isinstance(config, PackedAcceleratorGraphConfig)]
-    sizes = sorted({length for config in packed for length in config.capture_token_lengths})
-    of_prompts = _most_rows(packed, max_rows)
-    rows = {DECODE: _most_rows(batched, max_rows), PREFILL: of_prompts, MIXED: of_prompts}
-    return StepBounds(rows, tuple(sizes), queues_steps=device.type != "cpu")
+    lengths = {length for config in packed for length in config.capture_token_lengths}
+    return Buckets(_rows(batched, max_rows), _rows(packed, max_rows), tuple(sorted(lengths)))
 
 
-def _most_rows(configs: Sequence[AcceleratorGraphConfig], max_rows: int) -> int:
-    captured = max(max(config.capture_batch_sizes or [max_rows]) for config in configs)
-    return min(captured, max_rows)
+def _rows(configs: Sequence[AcceleratorGraphConfig], max_rows: int) -> tuple[int, ...]:
+    return tuple(sorted({size for config in configs for size in config.capture_batch_sizes or [max_rows]}))
 
 
 def _cache(options: EngineOptions, measured: MeasuredSteps, context: int, trace: Trace) -> PagedKVConfig:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
@@ -16,14 +16,19 @@ from mstar.conductor.protocols import StepEngine
 from mstar.conductor.request import EngineRequest
 from mstar.engine.resources.kv.config import PagedKVSpec
 from mstar.runtime.core import EngineCore
-from mstar.simulate.measured import HostCosts, MeasuredStep, MeasuredSteps
+from mstar.simulate.host_costs import fit_host
+from mstar.simulate.loop_turns import LoopSurvey
+from mstar.simulate.measured import MeasuredStep, MeasuredSteps
 from mstar.simulate.recording import RecordingEngine
+from mstar.simulate.replay_events import ReplayEvents
+from mstar.simulate.rig import buckets_of
 
 CONTEXTS = (32, 256, 1024)  # prompt tokens in the middle of a group
-TOKENS = 12  # that each request of a group generates
+TOKENS = 12  # that each request of a group generates, and one more for each step that all prompts together take
 FEW = 4  # that come one by one
 STAGGER = 3  # steps between arrivals within a group, so that prompts come beside rows that generate
 SPREAD = 0.5  # of the middle, to both sides
+STEADY_TOKENS = 48  # of all rows together, for the gap between two steps
 
 
 class Group(NamedTuple):
@@ -44,96 +49,120 @@ def groups(most_rows: int, longest: int, most_tokens: int) -> Iterator[Group]:
             yield Group(min(FEW, most_rows), prompt_tokens, STAGGER)
 
 
-def survey(core: EngineCore, most_tokens: int = 4096, repeats: int = 3, seed: int = 0) -> MeasuredSteps:
-    """Runs groups of requests through a loaded engine, a step at a time, and measures each step and the host's part.
+def survey(
+    core: EngineCore, most_tokens: int = 4096, repeats: int = 3, seed: int = 0, events: ReplayEvents | None = None
+) -> MeasuredSteps:
+    """Runs groups of requests through a loaded engine, a step at a time, and measures each step; then a loop in which
+    requests come and go, for the host's part.
 
-    A step lasts from its launch to its tokens on the host; on a GPU what the host does to launch it is in that.
+    On a GPU a step is what its replay takes by the device's clock, and the gap between two replays while nothing
+    changes.  Elsewhere it lasts from its launch to its tokens on the host.
 
     Args:
         core: loaded without running ahead, so that no step waits for another.
         most_tokens: of the prompts of requests that run together; more takes longer.
         repeats: how often all of it runs; of each step the median counts, for other work on a machine comes and goes.
+        events: what the core was given as its clock, to time the device by.
 
     Raises:
         ValueError: it runs ahead, and would measure two steps at once.
     """
     if core.conductor.limits.run_ahead:
         raise ValueError("steps are measured one by one: load the engine with run_ahead=off")
-    clock, measured_by = _clock_of(core)
-    recorder = RecordingEngine(core.engine, clock)
-    conductor = Conductor(cast(StepEngine, recorder), core.model, core.conductor.limits)
-    most_rows, longest = conductor.max_running_requests, core.model.max_seq_len
-    for group in (Group(1, CONTEXTS[0], 0), Group(most_rows, CONTEXTS[0], 0)):  # buffers, and captures of both kinds
-        _run(conductor, core, group, np.random.default_rng(seed), _HostTimes(), recorder, clock)
-    host = _HostTimes()
-    rounds: list[list[float]] = []
-    for _ in range(repeats):
-        rng = np.random.default_rng(seed)
-        recorder.steps.clear()
-        recorder.step_ms.clear()
-        for group in groups(most_rows, longest, most_tokens):
-            _run(conductor, core, group, rng, host, recorder, clock)
-        rounds.append([*recorder.step_ms])
-    compositions = [step.compose() for step in recorder.steps]  # those of every round
-    medians = np.median(np.array(rounds), axis=0).tolist()
+    clock, measured_by = _clock_of(core) if events is None else (time.perf_counter, "the device's time")
+    recorder = RecordingEngine(core.engine, clock, events.begin_step if events else lambda: None)
+    measure = _Survey(core, recorder, events, most_tokens)
+    measure.warm_up(seed)
+    rounds = [measure.round(seed) for _ in range(repeats)]
+    compositions = [recorder.composition(place) for place in range(len(rounds[0]))]  # those of every round
+    medians = np.median(np.array(rounds), axis=0) + (measure.gap_ms(seed) if events else 0.0)
+    loop = LoopSurvey(core, recorder, clock, runs_ahead=events is not None)
+    turns = loop.turns(np.random.default_rng(seed))
+    host = fit_host([turn.launched for turn in turns], np.array([turn.host_us for turn in turns]), loop.request_us)
     kv = next(spec for spec in core.model.resource_specs if isinstance(spec, PagedKVSpec)).config
     token_bytes = kv.page_bytes(core.model.kv_dtype.itemsize) // kv.page_size
     info = core.info
+    device = torch.device(info.device)
     how = f"mstar simulate fit, {measured_by}, medians of {repeats}"
     return MeasuredSteps(
         source=f"{info.model}, {info.dtype}, {_machine(info.device)}: {how}",
-        device=torch.device(info.device).type,
+        device=device.type,
         max_seq_len=info.max_seq_len,
         kv_token_bytes=token_bytes,
         kv_memory_bytes=kv.max_num_pages * kv.page_size * token_bytes,
-        host=host.costs(),
-        steps=[MeasuredStep(*step, taken) for step, taken in zip(compositions, medians, strict=True)],
+        host=host,
+        steps=[MeasuredStep(*step, taken) for step, taken in zip(compositions, medians.tolist(), strict=True)],
+        buckets=buckets_of(core.options, device, info.max_seq_len),
+        turns=turns,
+        runs_ahead=events is not None,
     )
 
 
-class _HostTimes:
-    """Seconds of calls of the conductor less the step's own, with the rows of each; and of submissions."""
+class _Survey:
+    """Groups of requests on one engine."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, float]] = []
-        self.submissions: list[float] = []
+    def __init__(
+        self, core: EngineCore, recorder: RecordingEngine, events: ReplayEvents | None, most_tokens: int
+    ) -> None:
+        self._core = core
+        self._recorder = recorder
+        self._events = events
+        self._most_tokens = most_tokens
+        self._conductor = Conductor(cast(StepEngine, recorder), core.model, core.conductor.limits)
 
-    def costs(self) -> HostCosts:
-        """A line through the calls' medians by number of rows, and the median submission."""
-        by_rows: dict[int, list[float]] = {}
-        for rows, seconds in self.calls:
-            by_rows.setdefault(rows, []).append(seconds)
-        medians = {rows: statistics.median(each) for rows, each in by_rows.items()}
-        slope, start = np.polyfit(list(medians), list(medians.values()), 1) * 1e6
-        request_us = statistics.median(self.submissions) * 1e6
-        return HostCosts(round(max(float(start), 0.0), 1), round(max(float(slope), 0.0), 2), round(request_us, 1))
+    def warm_up(self, seed: int) -> None:
+        """Buffers, and captures of both kinds."""
+        for rows in (1, self._conductor.max_running_requests):
+            self._run(self._conductor, Group(rows, CONTEXTS[0], 0), np.random.default_rng(seed), TOKENS)
 
+    def round(self, seed: int) -> list[float]:
+        """Milliseconds of each step of all groups; the recorder has the steps."""
+        rng = np.random.default_rng(seed)
+        self._recorder.clear()
+        if self._events:
+            self._events.is_on = True
+        for group in groups(self._conductor.max_running_requests, self._core.model.max_seq_len, self._most_tokens):
+            num_steps = group.rows * group.prompt_tokens // self._conductor.limits.max_batch_tokens
+            self._run(self._conductor, group, rng, TOKENS + num_steps)
+        return self._recorder.step_ms if self._events is None else self._taken()[0].tolist()
 
-@torch.inference_mode()  # as the engine's own loop runs
-def _run(
-    conductor: Conductor,
-    core: EngineCore,
-    group: Group,
-    rng: np.random.Generator,
-    host: _HostTimes,
-    recorder: RecordingEngine,
-    clock: Callable[[], float],
-) -> None:
-    left, turn = group.rows, 0
-    while left or conductor.has_work():
-        if left and (not group.stagger or turn % group.stagger == 0):
-            for _ in range(1 if group.stagger else left):
-                request = _request(core, group, rng)
-                start = clock()
-                conductor.submit(request)
-                host.submissions.append(clock() - start)
-                left -= 1
-        num_steps, start = len(recorder.steps), clock()
-        conductor.step()
-        if len(recorder.steps) == num_steps + 1:
-            spent = clock() - start - recorder.step_ms[-1] / 1e3
-            host.calls.append((len(recorder.steps[-1].request_ids), spent))
-        turn += 1
+    def gap_ms(self, seed: int) -> float:
+        """From the end of one replay to the start of the next, median of steps whose rows stay, which run ahead."""
+        limits = dataclasses.replace(self._core.conductor.limits, run_ahead=True)
+        conductor = Conductor(cast(StepEngine, self._recorder), self._core.model, limits)
+        assert self._events is not None
+        self._recorder.clear()
+        self._events.is_on = True
+        group = Group(conductor.max_running_requests, CONTEXTS[0], 0)
+        self._run(conductor, group, np.random.default_rng(seed), STEADY_TOKENS, is_even=True)
+        return float(np.median(self._taken()[1]))
+
+    def _taken(self) -> tuple[np.ndarray, np.ndarray]:
+        assert self._events is not None
+        self._events.is_on = False
+        taken = self._events.take()
+        assert taken[0].size == len(self._recorder.uses), "a step without a forward"
+        return taken
+
+    @torch.inference_mode()  # as the engine's own loop runs
+    def _run(
+        self, conductor: Conductor, group: Group, rng: np.random.Generator, tokens: int, is_even: bool = False
+    ) -> None:
+        """``is_even``: all answers have ``tokens``, else up to half of :data:`TOKENS` less."""
+        left, turn = group.rows, 0
+        while left or conductor.has_work():
+            if left and (not group.stagger or turn % group.stagger == 0):
+                for _ in range(1 if group.stagger else left):
+                    answer = tokens if is_even else int(rng.integers(tokens - TOKENS // 2, tokens, endpoint=True))
+                    conductor.submit(self._request(group, rng, answer))
+                    left -= 1
+            conductor.step()
+            turn += 1
+
+    def _request(self, group: Group, rng: np.random.Generator, tokens: int) -> EngineRequest:
+        length = round(group.prompt_tokens * rng.uniform(1 - SPREAD, 1 + SPREAD))
+        prompt = rng.integers(1, self._core.model.vocab_size, max(length, 1)).astype("<i4")
+        return EngineRequest(prompt_ids=prompt.tobytes(), max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
 def _clock_of(core: EngineCore) -> tuple[Callable[[], float], str]:
@@ -141,13 +170,6 @@ def _clock_of(core: EngineCore) -> tuple[Callable[[], float], str]:
     if torch.device(core.info.device).type == "cpu" and torch.get_num_threads() == 1:
         return time.process_time, "CPU time"
     return time.perf_counter, "wall time"
-
-
-def _request(core: EngineCore, group: Group, rng: np.random.Generator) -> EngineRequest:
-    length = round(group.prompt_tokens * rng.uniform(1 - SPREAD, 1 + SPREAD))
-    prompt = rng.integers(1, core.model.vocab_size, max(length, 1)).astype("<i4")
-    tokens = int(rng.integers(TOKENS // 2, TOKENS, endpoint=True))
-    return EngineRequest(prompt_ids=prompt.tobytes(), max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
 
 def _machine(device: str) -> str:

@@ -19,7 +19,12 @@ GIANT_SHARE = 0.75  # of the context, the giant prompt
 @dataclass(frozen=True)
 class Ask:
     """What a trace is made of: ``rate`` requests per second on average, mean lengths, ``context``: most tokens that
-    prompt and answer may have together."""
+    prompt and answer may have together.
+
+    ``systems`` different system prompts of ``system_tokens`` on average stand before the prompts where there are any;
+    the i-th is asked for in proportion to i ** -``system_skew``: as by Zipf with 1, all alike with 0; by ``together``
+    requests at the same moment.
+    """
 
     requests: int
     rate: float
@@ -27,6 +32,10 @@ class Ask:
     output_tokens: int
     context: int
     seed: int = 0
+    systems: int = 8
+    system_tokens: int = 1_000
+    system_skew: float = 0.0
+    together: int = 1
 
 
 def poisson(ask: Ask) -> Trace:
@@ -79,12 +88,28 @@ def giant(ask: Ask) -> Trace:
     return make_trace(times, *_within(ask, prompts, outputs))
 
 
+def systems(ask: Ask) -> Trace:
+    """One of a few system prompts before each prompt; arrivals and lengths as of :func:`poisson`, but that several may
+    come at once for one system prompt."""
+    rng = np.random.default_rng(ask.seed)
+    groups = -(-ask.requests // ask.together)
+    times = np.cumsum(rng.exponential(ask.together / ask.rate, groups)).repeat(ask.together)[: ask.requests]
+    shares = np.arange(1, ask.systems + 1) ** -ask.system_skew
+    asked = rng.choice(ask.systems, groups, p=shares / shares.sum()).repeat(ask.together)[: ask.requests]
+    lengths = np.rint(rng.uniform(0.5, 1.5, ask.systems) * ask.system_tokens).astype(np.int64)
+    shared = np.clip(lengths, 1, max(ask.context - 2, 1))[asked]
+    prompts, outputs = (rng.uniform(0.5, 1.5, ask.requests) * mean for mean in (ask.prompt_tokens, ask.output_tokens))
+    prompts, outputs = _within(ask, shared + np.maximum(prompts, 1), outputs)
+    return make_trace(times, prompts, outputs, systems=asked, system_tokens=np.minimum(shared, prompts))
+
+
 SYNTHETIC: dict[str, Callable[[Ask], Trace]] = {
     "poisson": poisson,
     "bursts": bursts,
     "long-tail": long_tail,
     "chats": chats,
     "giant": giant,
+    "systems": systems,
 }
 
 

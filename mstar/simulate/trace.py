@@ -14,13 +14,15 @@ from mstar.simulate.tokens import stream_tokens
 from mstar.utils.errors import LoadError
 
 NOBODY = -1
+SYSTEM_STREAMS = 1 << 40  # numbers of streams from here on are those of shared beginnings
 
 
 class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One request.  It comes ``arrival`` seconds after the start; with ``think``, that many seconds after the end of
     the request before it in its ``session`` instead.
 
-    Requests of a session have one stream of tokens: a prompt begins with the prompts and answers before it.
+    Requests of a session have one stream of tokens: a prompt begins with the prompts and answers before it.  Those with
+    one ``system`` begin alike: of both prompts as many tokens as the lesser ``system_tokens`` are equal.
     ``max_tokens`` is what is asked for, where the answer of ``output_tokens`` ends before that.
     """
 
@@ -32,6 +34,8 @@ class TraceLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     priority: int = 0
     tenant: str = ""
     session: str | None = None
+    system: str | None = None
+    system_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +43,9 @@ class Trace:
     """Columns [requests], int64.  A request's ticket is its index.
 
     ``due_ns``: its arrival, or if ``follows`` names a ticket, the time from that one's end to its arrival.
-    ``streams``: which stream of tokens its prompt and answer are from.  ``tenants`` index ``tenant_names``.
+    ``streams``: which stream of tokens its prompt and answer are from, but for the first ``system_tokens`` of the
+    prompt, which are from a stream that others begin with, too, that of ``systems`` (:data:`NOBODY`: none).  Both are
+    the same for all requests of a stream.  ``tenants`` index ``tenant_names``.
     """
 
     due_ns: np.ndarray
@@ -50,6 +56,8 @@ class Trace:
     priorities: np.ndarray
     tenants: np.ndarray
     streams: np.ndarray
+    systems: np.ndarray
+    system_tokens: np.ndarray
     tenant_names: tuple[str, ...] = ("",)
 
     def __len__(self) -> int:
@@ -58,12 +66,19 @@ class Trace:
     @property
     def shares_streams(self) -> bool:
         """Whether some prompt may begin as another's prompt or answer does."""
-        return np.unique(self.streams).size < len(self)
+        return np.unique(self.streams).size < len(self) or bool(self.system_tokens.any())
 
     def prompt(self, ticket: int) -> bytes:
         """A request's prompt, int32 little endian."""
         positions = np.arange(self.prompt_tokens[ticket])
-        return stream_tokens(int(self.streams[ticket]), positions).astype("<i4").tobytes()
+        tokens = stream_tokens(int(self.streams[ticket]), positions)
+        if shared := int(self.system_tokens[ticket]):
+            tokens[:shared] = self.system(ticket)[: tokens.size]
+        return tokens.astype("<i4").tobytes()
+
+    def system(self, ticket: int) -> np.ndarray:
+        """The beginning that a request shares, int64 [system_tokens]."""
+        return stream_tokens(SYSTEM_STREAMS + int(self.systems[ticket]), np.arange(self.system_tokens[ticket]))
 
     def lines(self) -> Iterable[TraceLine]:
         """As they stand in a file."""
@@ -82,6 +97,8 @@ class Trace:
                 priority=int(self.priorities[ticket]),
                 tenant=self.tenant_names[self.tenants[ticket]],
                 session=str(self.streams[ticket]) if int(self.streams[ticket]) in shared else None,
+                system=str(self.systems[ticket]) if self.systems[ticket] != NOBODY else None,
+                system_tokens=int(self.system_tokens[ticket]),
             )
 
 
@@ -92,8 +109,10 @@ def make_trace(
     *,
     follows: np.ndarray | None = None,
     streams: np.ndarray | None = None,
+    systems: np.ndarray | None = None,
+    system_tokens: np.ndarray | None = None,
 ) -> Trace:
-    """A trace of one tenant and one priority; without ``streams``, no prompt has anything of another."""
+    """A trace of one tenant and one priority; without ``streams`` and ``systems`` no prompt begins as another."""
     count = due_s.size
     return Trace(
         due_ns=(due_s * 1e9).astype(np.int64),
@@ -104,6 +123,8 @@ def make_trace(
         priorities=np.zeros(count, np.int64),
         tenants=np.zeros(count, np.int64),
         streams=np.arange(count) if streams is None else streams,
+        systems=np.full(count, NOBODY) if systems is None else systems,
+        system_tokens=np.zeros(count, np.int64) if system_tokens is None else system_tokens,
     )
 
 
@@ -143,13 +164,14 @@ def trace_of(lines: Sequence[TraceLine]) -> Trace:
     """The columns of requests whose lines are right by themselves.
 
     Raises:
-        ValueError: one with ``think`` has nobody before it in its session.
+        ValueError: one with ``think`` has nobody before it in its session, or not the same beginning.
     """
     tenants: dict[str, int] = {}
     sessions: dict[str, int] = {}
+    named: dict[str, int] = {}
     last_of: dict[int, int] = {}
     count = len(lines)
-    follows, streams, tenant_of = (np.full(count, NOBODY) for _ in range(3))
+    follows, streams, systems, tenant_of = (np.full(count, NOBODY) for _ in range(4))
     for ticket, line in enumerate(lines):
         tenant_of[ticket] = tenants.setdefault(line.tenant, len(tenants))
         stream = ticket if line.session is None else count + sessions.setdefault(line.session, len(sessions))
@@ -157,6 +179,11 @@ def trace_of(lines: Sequence[TraceLine]) -> Trace:
             if stream not in last_of:
                 raise ValueError(f"request {ticket + 1} has think, but nobody is before it in its session")
             follows[ticket] = last_of[stream]
+        if line.system is not None:
+            systems[ticket] = named.setdefault(line.system, len(named))
+        before = lines[last_of.get(stream, ticket)]
+        if (before.system, before.system_tokens) != (line.system, line.system_tokens):
+            raise ValueError(f"request {ticket + 1} has another system than those before it in its session")
         last_of[stream] = ticket
         streams[ticket] = stream
     due_s = np.array([line.arrival if line.think is None else line.think for line in lines], np.float64)
@@ -169,6 +196,8 @@ def trace_of(lines: Sequence[TraceLine]) -> Trace:
         priorities=np.array([line.priority for line in lines], np.int64),
         tenants=tenant_of,
         streams=streams,
+        systems=systems,
+        system_tokens=np.array([line.system_tokens for line in lines], np.int64),
         tenant_names=tuple(tenants),
     )
 
@@ -182,6 +211,8 @@ def _checked(line: TraceLine) -> TraceLine:
         raise ValueError("arrival and think are seconds from 0 to 1e9")
     if line.prompt_tokens < 1 or line.output_tokens < 1:
         raise ValueError("prompt_tokens and output_tokens are at least 1")
+    if not 0 <= line.system_tokens <= line.prompt_tokens or (line.system is None) != (line.system_tokens == 0):
+        raise ValueError("system and system_tokens, from 1 to prompt_tokens, go together")
     if abs(line.priority) > MAX_PRIORITY:
         raise ValueError(f"priority is from -{MAX_PRIORITY} to {MAX_PRIORITY}")
     if line.max_tokens is not None and line.max_tokens < line.output_tokens:

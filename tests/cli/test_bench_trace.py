@@ -49,6 +49,16 @@ def test_engines_take_turns_at_every_trace_and_each_run_is_told(tmp_path):
     assert [line.split()[0] for line in table[3:]] == ["500/s"] * 3 + ["1000/s"] * 3
 
 
+def test_requests_with_one_system_prompt_share_it(tmp_path):
+    model, file = write_checkpoint(tmp_path / "tiny"), tmp_path / "runs.json"
+    systems = ["--trace", "systems", "--systems", 2, "--system-tokens", 200, "--rate", 500]
+    result = run("--model", model, *SMALL, *options(FIRST), *systems, "--json", file)
+    assert result.exit_code == 0, result.output
+    (only,) = json.loads(file.read_text())["runs"]
+    assert only["summary"]["ended"] == {"length": 12}
+    assert only["summary"]["cached_share"] > 0.5
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -61,6 +71,7 @@ def test_engines_take_turns_at_every_trace_and_each_run_is_told(tmp_path):
         (["--clock", "cpu", "--option", "device=cpu"], "num_threads=1"),
         (["--versus", "mixed_steps"], "--versus: NAME=VALUE"),
         (["--versus", "max_batch_tokens=0"], "max_batch_tokens"),
+        (["--system-skew", "-1"], "--system-skew"),
         (["--json", "/nowhere/x.json"], "--json"),
     ],
 )

@@ -54,6 +54,8 @@ def test_runs_of_one_trace_are_compared_and_drawn(tmp_path):
         (["--option", "kv_memory_bytes=1"], "kv_memory_bytes: must be at least"),
         (["--versus", "mixed_steps"], "--versus: NAME=VALUE"),
         (["--versus", "max_batch_tokens=0"], "max_batch_tokens"),
+        (["--versus", "kv_memory_bytes=1"], "kv_memory_bytes: must be at least"),
+        (["--trace", "systems", "--systems", "0"], "--systems"),
         (["--json", "/nowhere/x.json"], "--json"),
     ],
 )
@@ -64,12 +66,23 @@ def test_what_is_wrong_is_named(arguments, told):
     assert "simulated in" not in result.stdout  # before anything was played
 
 
+def test_system_prompts_are_shared_as_asked(tmp_path):
+    file = tmp_path / "results.json"
+    systems = ["--trace", "systems", "--systems", "4", "--system-tokens", "300", "--system-skew", "1"]
+    versus = ["--versus", "prefix_cache=false"]
+    assert run(*SMALL, *systems, *versus, "--json", str(file)).exit_code == 0
+    shared, alone = json.loads(file.read_text()).values()
+    assert shared["cached_share"] > 0.7 > alone["cached_share"] == 0
+
+
 def test_steps_of_a_real_engine_are_measured(tmp_path):
     file, model = tmp_path / "steps.json", write_checkpoint(tmp_path / "model")
     options = ["max_running_requests=4", "num_threads=1", "max_batch_tokens=128", "max_seq_len=512"]
     result = run("fit", "--model", str(model), "--out", str(file), *(f"--option={option}" for option in options))
     assert result.exit_code == 0, result.output
-    assert re.search(r"held out +median \d", result.stdout)
+    for line in ("held out", "host", "whole"):
+        assert re.search(rf"{line} +median \d", result.stdout), line
+    assert re.search(r"device, µs +step \d", result.stdout)
     measured = load(str(file))
     assert {step.composition.kind for step in measured.steps} == {"decode", "prefill", "mixed"}
     assert max(step.decode_rows for step in measured.steps) == 4

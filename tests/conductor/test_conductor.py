@@ -149,6 +149,24 @@ def test_the_queue_holds_only_what_cannot_run_and_refuses_beyond_its_bound():
     bench.run()
 
 
+def test_a_tenant_that_fills_its_part_of_the_queue_shuts_out_nobody_else():
+    bench = Bench(rows=2, queued=10, queued_per_tenant=3)
+    greedy = [bench.submit([5], 3, tenant="greedy") for _ in range(5)]  # two of them run
+    for _ in range(4):
+        with pytest.raises(Unavailable, match=r"^max_queued_requests_per_tenant: at most 3 .* so many of 'greedy' do"):
+            bench.submit([5], 3, tenant="greedy")
+    unnamed = [bench.submit([5], 3) for _ in range(3)]  # all of no name are a tenant too
+    with pytest.raises(Unavailable, match=r"^max_queued_requests_per_tenant: .* ''"):
+        bench.submit([5], 3)
+    other = bench.submit([5], 3, tenant="other")
+    assert bench.conductor.counters.refused["queue"] == 5
+    bench.conductor.cancel(greedy[-1])
+    greedy[-1] = bench.submit([5], 3, tenant="greedy")
+    bench.run()
+    assert all(bench.outcomes[rid].finishes == [LENGTH] for rid in (*greedy, *unnamed, other))
+    bench.assert_idle()
+
+
 def test_queued_tokens_are_bounded_too():
     bench = Bench(rows=1, queued_tokens=20)
     bench.submit([5] * 30, 2)

@@ -181,7 +181,9 @@ def test_a_row_that_waits_for_its_turn_ends_too():
     bench.step()
     bench.now_ns = 2000
     bench.step()
-    assert [bench.outcomes[rid].finishes for rid in ids] == [[], [TIMEOUT], [TIMEOUT], [TIMEOUT]]
+    failures = [[failure.code for failure in bench.outcomes[rid].failures] for rid in ids]
+    assert failures == [[], *[[ErrorCode.UNAVAILABLE]] * 3]  # none of them has run yet
+    assert bench.conductor.counters.expired == 3
 
 
 def test_a_row_given_away_in_flight_keeps_its_new_owners_time():

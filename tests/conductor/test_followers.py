@@ -81,17 +81,25 @@ def test_what_follows_the_common_beginning_is_everybodys_own():
 
 
 def test_a_prompt_in_parts_is_waited_for_to_its_end():
-    bench = Prompts(batch_tokens=64)
+    bench = Prompts(batch_tokens=128)
     ids = [bench.submit(prompt(300), 2) for _ in range(4)]
     bench.run()
     assert bench.computed == 300 + 3 * 12
-    assert [bench.first_steps[rid] for rid in ids] == [
-        0,
-        6,
-        6,
-        6,
-    ]  # the fifth part is in step 4; then the first one's second token
+    # The third part is in step 2; then the first one's second token.
+    assert [bench.first_steps[rid] for rid in ids] == [0, 4, 4, 4]
     assert {rid for _, ids in bench.echo.steps for rid in ids} == set(ids)
+
+
+def test_what_followers_compute_themselves_counts_in_the_room_for_prompts():
+    bench = Prompts(batch_tokens=128, pages=4000, context=1024)
+    system = prompt(96)
+    for number in range(16):
+        bench.submit(system + prompt(8 if number == 0 else 800, number + 1), 4)
+    assert bench.conductor.num_running == 2
+    urgent = bench.submit(prompt(100, 40), 2, request_priority=100)
+    for _ in range(14):
+        bench.step()
+    assert bench.outcomes[urgent].tokens
 
 
 def test_one_that_comes_while_it_is_computed_waits_too():

@@ -1,5 +1,7 @@
 """How large parts of prompts may be for rows that generate to keep to their time."""
 
+import pytest
+
 from mstar.conductor.deadlines import Deadlines
 from mstar.conductor.pace import FIRST_TOKENS, LEAST_TOKENS, Pace
 from mstar.conductor.step_times import StepTimes
@@ -95,3 +97,21 @@ def test_a_conductor_keeps_to_its_target():
     assert all(tokens <= 30 for tokens in parts[2:])
     assert max(parts[2:]) >= 25
     bench.assert_idle()
+
+
+@pytest.mark.parametrize(("chunked", "mixed"), [(True, True), (False, True), (False, False)])
+def test_steps_of_prompts_alone_are_filled(chunked, mixed):
+    bench = Bench(rows=64, mixed=mixed, chunked=chunked, batch_tokens=1000, context=512, pages=8000, target_ms=2)
+    launch, tokens = bench.engine.launch, []
+
+    def timed(batch):
+        handle = launch(batch)
+        tokens.append(int(sum(bench.echo.spans[-1])))
+        bench.now_ns += MS + tokens[-1] * MS // 100
+        return handle
+
+    bench.engine.launch = timed
+    for number in range(60):
+        bench.submit([number + 11] * 100, 1)
+    bench.run()
+    assert tokens == [1000] * 6

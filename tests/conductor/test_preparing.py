@@ -118,6 +118,20 @@ def test_it_counts_as_queued_once_no_row_is_free():
     bench.assert_idle()
 
 
+def test_of_a_tenant_too_nobody_waits_who_is_prepared_for_a_free_row():
+    bench = Bench(rows=4, queued_per_tenant=1)
+    for _ in range(5):
+        bench.submit([5], 2, guide=SLOW, tenant="a")
+    with pytest.raises(Unavailable, match=r"^max_queued_requests_per_tenant"):
+        bench.submit([5], 2, guide=SLOW, tenant="a")
+    bench.grammars.may_prepare.set()
+    bench.run()
+    bench.assert_idle()
+    for _ in range(5):  # nothing of those that left counts
+        bench.submit([5], 2, tenant="a")
+    bench.run()
+
+
 def test_a_long_prompt_is_prepared_whatever_may_queue_as_long_as_a_row_is_free():
     bench = Bench(rows=1, queued=1, queued_tokens=10)
     first = bench.submit([5] * 30, 2, guide=QUICK)

@@ -63,27 +63,40 @@ def test_pages_for_which_the_host_has_no_room_are_computed_again():
     bench.assert_idle()
 
 
-@pytest.mark.parametrize("way", ["offload", "reload"])
-def test_an_error_while_pages_move_ends_that_request_alone(way):
+@pytest.mark.parametrize("where", ["copy to the host", "wait for it", "copy back"])
+def test_an_error_while_pages_move_ends_that_request_alone_and_loses_no_page(where, monkeypatch):
     bench = overcommitted(mixed=True, cpu_offload_pages=40)
-    broken = []
+    pool, errors = bench.kv._offloading.pool, []
 
-    def breaks(info):
-        broken.append(info.request_id)
-        raise RuntimeError("the copy failed")
+    def breaks_once(applies, real):
+        def broken(*args):
+            if applies(*args) and not errors:
+                errors.append(RuntimeError("the copy failed"))
+                raise errors[0]
+            return real(*args)
 
-    setattr(bench.engine, way, breaks)
+        return broken
+
+    if where == "wait for it":
+        monkeypatch.setattr(pool, "settle", breaks_once(lambda *_: True, pool.settle))
+    else:
+        to_host = where == "copy to the host"
+        monkeypatch.setattr(pool, "_copy_pages", breaks_once(lambda *args: args[2] == to_host, pool._copy_pages))
     ids = [bench.submit([10 + i, 20], 24) for i in range(3)]
     bench.run()
-    assert broken
-    for i, request_id in enumerate(ids):
-        outcome = bench.outcomes[request_id]
-        assert outcome.num_ends == 1
-        if request_id in broken:
-            assert "the copy failed" in outcome.failures[0].message
-        else:
-            assert outcome.tokens == solo([10 + i, 20], 24)
+    outcomes = [bench.outcomes[each] for each in ids]
+    assert [outcome.num_ends for outcome in outcomes] == [1, 1, 1]
+    failed = [outcome for outcome in outcomes if outcome.failures]
+    assert len(failed) == len(errors) == 1
+    assert "the copy failed" in failed[0].failures[0].message
+    for i, outcome in enumerate(outcomes):
+        assert outcome.failures or outcome.tokens == solo([10 + i, 20], 24)
+    pool.check()
+    assert pool.num_free == 40
     bench.assert_idle()
+    again = [bench.submit([10 + i, 20], 24) for i in range(3)]
+    bench.run()
+    assert [bench.outcomes[each].tokens for each in again] == [solo([10 + i, 20], 24) for i in range(3)]
 
 
 def test_where_pages_are_reserved_nobody_gives_any_up():

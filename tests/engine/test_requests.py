@@ -150,3 +150,34 @@ def test_rows_are_looked_up_as_they_are_now():
     assert table.rows_of((2, 0)).tolist() == [0, 1]
     with pytest.raises(KeyError):
         table.rows_of((2, 7))
+
+
+def test_a_batch_that_names_rows_of_requests_that_have_left_is_refused():
+    engine, _, _ = make_engine()
+    info = request(3, PROMPT)
+    engine.ingest(info)
+    rows, ids = np.array([info.row]), np.array([3])
+    engine.exec(Batch("LLM", "prefill", [info], rows=rows, ids=ids))
+    engine.remove(3)
+    with pytest.raises(KeyError, match="request 3 was not ingested"):
+        engine.exec(Batch("LLM", "decode", [info], rows=rows, ids=ids))
+    other = request(4, PROMPT)
+    engine.ingest(other)
+    assert other.row == rows[0]
+    with pytest.raises(KeyError, match="request 3 was not ingested"):
+        engine.exec(Batch("LLM", "decode", [info], rows=rows, ids=ids))
+
+
+def test_only_requests_that_choose_captures_are_asked_about():
+    engine, submodule, _ = make_engine()
+    asked = []
+    submodule.chooses_capture = lambda info: info.request_id == 1
+    submodule.cg_key_info = lambda walk, infos: asked.append([info.request_id for info in infos])
+    submodule.eager_reason = submodule.cg_key_info
+    infos = [request(i, PROMPT) for i in range(3)]
+    for info in infos:
+        engine.ingest(info)
+    engine.exec(Batch("LLM", "prefill", infos))
+    engine.remove(1)
+    engine.exec(Batch("LLM", "prefill", [infos[0], infos[2]]))
+    assert asked == [[1], [1], [], []]

@@ -151,6 +151,11 @@ def test_settings_that_fit_nothing_are_a_load_error(folder: Path, text: str, mes
         load(folder, resources=text)
 
 
+def test_memory_that_the_host_does_not_have_is_a_load_error_that_names_the_option(folder: Path) -> None:
+    with pytest.raises(LoadError, match=r"kv_host_memory_bytes: .* got \d+ bytes, which cannot be allocated"):
+        load(folder, resources=json.dumps({"kv_cache": {"cpu_offload_pages": 2**40}}))
+
+
 @pytest.mark.parametrize(
     "name",
     ["MSTAR_KV_PLAN_CACHE", "MSTAR_DEVICE_LOOPBACK", "MSTAR_NUM_SLOTS", "MSTAR_PRE_PLAN_SPEC", "MSTAR_GRAPH_STRICT"],

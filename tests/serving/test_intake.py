@@ -11,9 +11,9 @@ from serving_fakes import ManualEngine, RecordingReply, record, records
 
 from mstar.conductor.request import stop_code
 from mstar.model.front import ModelFront
-from mstar.runtime.messages import NO_TOKEN, EngineRequest, FinishReason
-from mstar.runtime.options import FrontOptions
-from mstar.serving.intake import Intake
+from mstar.runtime.messages import NO_TOKEN, EngineRequest, FinishReason, Welcome
+from mstar.runtime.options import EngineOptions, FrontOptions
+from mstar.serving.intake import Intake, room_of
 from mstar.serving.parse import RawRequest
 from mstar.utils.errors import InvalidArgument
 
@@ -51,16 +51,26 @@ def serve(engine, tokenizer):
     return lambda **asked: Served(engine, tokenizer, asked)
 
 
-def test_more_texts_than_can_ever_run_and_wait_are_refused(engine, tokenizer):
+@pytest.mark.parametrize(
+    ("queue", "bound"),
+    [
+        ({"max_queued_requests": 3}, "max_queued_requests"),
+        ({"max_queued_requests_per_tenant": 3}, "max_queued_requests_per_tenant"),
+        ({"max_queued_requests": 3, "max_queued_requests_per_tenant": 4}, "max_queued_requests"),
+    ],
+)
+def test_more_texts_than_can_ever_run_and_wait_are_refused(engine, tokenizer, queue, bound):
     front = ModelFront("bytes", 257, 64, frozenset({END}), tokenizer)
-    intake = Intake(front, FrontOptions(), engine.frontend, most_sequences=5)
+    welcome = Welcome("bytes", 257, 64, 2, 3, 0, 0, 0, "cpu", "float32", 0.0)
+    room = room_of(welcome, EngineOptions(model="any", **queue))
+    intake = Intake(front, FrontOptions(), engine.frontend, room=room)
 
     def take(n):
         text = np.array([json.dumps({"text_input": "abc", "n": n, "temperature": 1.0}).encode()], np.object_)
         intake.take(RawRequest({"sampling_parameters": text}), RecordingReply(), ARRIVAL_NS)
 
     take(5)
-    with pytest.raises(InvalidArgument, match=r"n: at most 5, which is max_running_requests and .* got 6"):
+    with pytest.raises(InvalidArgument, match=rf"^n: at most 5, which is max_running_requests and {bound} together"):
         take(6)
     assert len(engine.submitted) == 5
 

@@ -7,7 +7,8 @@ import time
 import pytest
 from serving_fakes import ManualEngine, RecordingReply, records, wait_until
 
-from mstar.runtime.messages import EngineRequest, FinishReason
+from mstar.conductor.deadlines import EXPIRED
+from mstar.runtime.messages import NO_TOKEN, EngineRequest, FinishReason
 from mstar.serving.cancels import ROUND_S
 from mstar.serving.responses import Stream
 from mstar.serving.sequences import MAX_SEQUENCES, Sequences, split_ticket, ticket_of
@@ -15,7 +16,7 @@ from mstar.text.stream import TextStream
 from mstar.utils.errors import ErrorCode, Unavailable
 
 REQUEST = EngineRequest(prompt_ids=b"\0\0\0\0", max_tokens=64, temperature=1.0)
-LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+LENGTH, STOP, TIMEOUT = FinishReason.LENGTH, FinishReason.STOP, FinishReason.TIMEOUT
 
 
 def open_sequences(engine: ManualEngine, tokenizer, n=3, stop=(), streaming=True) -> tuple[list[int], RecordingReply]:
@@ -120,6 +121,62 @@ def test_one_sequences_failure_ends_the_request_and_cancels_the_others(engine, t
     assert engine.cancelled == [three]
     engine.emit(three, tokenizer.encode("c"), FinishReason.CANCELLED)
     assert reply.ends == 1
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("is_late_first", [True, False])
+def test_texts_whose_time_is_over_before_they_run_end_beside_those_that_ran(
+    engine, tokenizer, streaming, is_late_first
+):
+    (one, two, three, four), reply = open_sequences(engine, tokenizer, n=4, streaming=streaming)
+    engine.emit(one, tokenizer.encode("done"), LENGTH)
+    engine.emit(three, tokenizer.encode("half"))
+    if not is_late_first:
+        engine.emit(three, [NO_TOKEN], TIMEOUT)
+    for ticket in (four, two):
+        engine.frontend.on_failed(ticket, ErrorCode.UNAVAILABLE, EXPIRED)
+    if is_late_first:
+        engine.emit(three, [NO_TOKEN], TIMEOUT)
+    assert reply.over.wait(5)
+    ends = sorted((c.sequence_index, c.finish_reason) for c in reply.chunks if c.finish_reason)
+    assert ends == [(0, "length"), (1, "timeout"), (2, "timeout"), (3, "timeout")]
+    texts = ["".join(c.text for c in reply.chunks if c.sequence_index == index) for index in range(4)]
+    assert texts == ["done", "", "half", ""]
+    assert reply.usage == 8
+    assert all(len(response) == (1 if streaming else 4) for response in reply.responses)
+    assert (reply.ends, reply.errors, engine.cancelled) == (1, [], [])
+    assert engine.frontend.num_open == 0
+
+
+def test_a_text_with_a_row_has_begun_though_its_time_brought_no_token(engine, tokenizer):
+    (one, two), reply = open_sequences(engine, tokenizer, n=2)
+    engine.frontend.on_failed(two, ErrorCode.UNAVAILABLE, EXPIRED)
+    engine.emit(one, [NO_TOKEN], TIMEOUT)
+    assert reply.over.wait(5)
+    assert [(c.sequence_index, c.finish_reason, c.text) for c in reply.chunks] == [
+        (0, "timeout", ""),
+        (1, "timeout", ""),
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_none_of_whose_texts_ran_in_time_is_refused(engine, tokenizer, n):
+    tickets, reply = open_sequences(engine, tokenizer, n=n)
+    for ticket in tickets:
+        engine.frontend.on_failed(ticket, ErrorCode.UNAVAILABLE, EXPIRED)
+    assert reply.over.wait(5)
+    assert (reply.errors, reply.responses) == ([(ErrorCode.UNAVAILABLE, EXPIRED)], [])
+    assert engine.cancelled == []
+    assert engine.frontend.num_open == 0
+
+
+def test_beside_a_late_text_another_failure_still_ends_the_request(engine, tokenizer):
+    (one, two, three), reply = open_sequences(engine, tokenizer)
+    engine.frontend.on_failed(two, ErrorCode.UNAVAILABLE, EXPIRED)
+    engine.frontend.on_failed(one, ErrorCode.UNAVAILABLE, "the queue is full")
+    assert reply.over.wait(5)
+    assert reply.errors == [(ErrorCode.UNAVAILABLE, "the queue is full")]
+    assert engine.cancelled == [three]
 
 
 def test_a_failure_after_a_stop_string_is_nobodys(engine, tokenizer):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mstar.runtime.options import EngineOptions
 from mstar.simulate.composition import Composition
 from mstar.simulate.drive import simulate
-from mstar.simulate.measured import HostCosts, MeasuredStep, MeasuredSteps
+from mstar.simulate.host_costs import HostCosts
+from mstar.simulate.measured import MeasuredStep, MeasuredSteps
 from mstar.simulate.measures import Measures
 from mstar.simulate.rig import Rig, build_rig
 from mstar.simulate.trace import Trace

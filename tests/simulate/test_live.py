@@ -112,6 +112,20 @@ def test_a_next_prompt_holds_what_was_really_said():
     assert clients.request(3).prompt_array()[:17].tolist() == [*second.tolist(), *range(20, 26)]
 
 
+def test_prompts_with_one_system_begin_alike():
+    tickets = np.arange(6)
+    systems, shared = tickets // 2 - 1, np.array([0, 0, 7, 7, 9, 9])
+    systems[:2] = NOBODY
+    trace = make_trace(np.zeros(6), np.full(6, 12), np.full(6, 3), systems=systems, system_tokens=shared)
+    clients = Clients(trace, VOCAB, "")
+    prompts = [clients.request(ticket).prompt_array() for ticket in range(6)]
+    for ticket in (2, 4):
+        length = shared[ticket]
+        assert (prompts[ticket][:length] == prompts[ticket + 1][:length]).all()
+        assert (prompts[ticket][length:] != prompts[ticket + 1][length:]).any()
+    assert len({prompt[:7].tobytes() for prompt in prompts}) == 4
+
+
 def test_who_finds_the_queue_full_is_refused_and_the_next_turn_comes_all_the_same(core, options):
     trace = sessions(12, 2)
     measures, _ = engine(core, options, max_queued_requests=1).play(trace, 1)

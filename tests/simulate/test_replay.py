@@ -17,7 +17,8 @@ from mstar.conductor.request import EngineRequest, FinishReason
 from mstar.runtime.core import EngineCore
 from mstar.runtime.options import EngineOptions
 from mstar.simulate.composition import KINDS
-from mstar.simulate.measured import HostCosts, MeasuredStep, MeasuredSteps
+from mstar.simulate.host_costs import HostCosts
+from mstar.simulate.measured import MeasuredStep, MeasuredSteps
 from mstar.simulate.measures import FAILED
 from mstar.simulate.recording import RecordedStep, RecordingEngine
 from mstar.simulate.rig import build_rig, step_bounds

@@ -20,7 +20,11 @@ def columns(trace: Trace) -> dict[str, list[int]]:
     """As lists; streams by order of appearance."""
     found = {name: value.tolist() for name, value in vars(trace).items() if isinstance(value, np.ndarray)}
     first_seen = {stream: place for place, stream in enumerate(dict.fromkeys(found["streams"]))}
-    return found | {"streams": [first_seen[stream] for stream in found["streams"]]}
+    systems = {system: place for place, system in enumerate(dict.fromkeys(found["systems"]))}
+    return found | {
+        "streams": [first_seen[stream] for stream in found["streams"]],
+        "systems": [systems[system] for system in found["systems"]],
+    }
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)
@@ -34,7 +38,15 @@ def test_a_trace_is_read_as_it_was_written(tmp_path, name):
     names = [trace.tenant_names[tenant] for tenant in trace.tenants]
     assert [read.tenant_names[tenant] for tenant in read.tenants] == names
     assert np.abs(read.due_ns - trace.due_ns).max() <= 1
-    for name_of in ("follows", "prompt_tokens", "output_tokens", "max_tokens", "priorities", "streams"):
+    for name_of in (
+        "follows",
+        "prompt_tokens",
+        "output_tokens",
+        "max_tokens",
+        "priorities",
+        "streams",
+        "system_tokens",
+    ):
         assert columns(read)[name_of] == written[name_of], name_of
 
 
@@ -50,6 +62,9 @@ def test_a_trace_is_read_as_it_was_written(tmp_path, name):
         ('{"arrival": 1, "prompt_tokens": 1, "output_tokens": 5, "max_tokens": 4}', "max_tokens is at least"),
         ('{"arrival": 1, "prompt_tokens": 1, "output_tokens": 1, "priority": 101}', "priority is from"),
         ('{"arrival": 1, "prompt_tokens": 1, "output_tokens": 1, "tennant": "a"}', "tennant"),
+        ('{"arrival": 1, "prompt_tokens": 9, "output_tokens": 1, "system": "a"}', "go together"),
+        ('{"arrival": 1, "prompt_tokens": 9, "output_tokens": 1, "system_tokens": 2}', "go together"),
+        ('{"arrival": 1, "prompt_tokens": 9, "output_tokens": 1, "system": "a", "system_tokens": 10}', "go together"),
         ("nonsense", "line 2"),
     ],
 )
@@ -66,6 +81,48 @@ def test_a_turn_without_one_before_is_refused(tmp_path):
     file.write_text('{"think": 1, "session": "a", "prompt_tokens": 1, "output_tokens": 1}\n')
     with pytest.raises(LoadError, match="nobody is before it"):
         read_trace(file)
+
+
+def test_a_session_keeps_its_system(tmp_path):
+    file = tmp_path / "trace.jsonl"
+    line = '"prompt_tokens": 9, "output_tokens": 1, "session": "a", "system_tokens": 4'
+    file.write_text(f'{{"arrival": 0, "system": "x", {line}}}\n{{"think": 1, "system": "y", {line}}}\n')
+    with pytest.raises(LoadError, match="request 2 has another system"):
+        read_trace(file)
+
+
+def test_prompts_with_one_system_begin_alike_and_go_on_apart():
+    trace = SYNTHETIC["systems"](replace(ASK, systems=5, system_tokens=300))
+    lengths = {}
+    for system in range(5):
+        first, *others = np.flatnonzero(trace.systems == system).tolist()
+        shared = lengths[system] = int(trace.system_tokens[first])
+        prompt = np.frombuffer(trace.prompt(first), "<i4")
+        for other in others:
+            assert trace.system_tokens[other] == shared < trace.prompt_tokens[other]
+            theirs = np.frombuffer(trace.prompt(other), "<i4")
+            assert (theirs[:shared] == prompt[:shared]).all()
+            assert (theirs[shared : shared + 8] != prompt[shared : shared + 8][: theirs.size - shared]).any()
+    beginnings = {np.frombuffer(trace.prompt(ticket), "<i4")[:8].tobytes() for ticket in range(len(trace))}
+    assert len(beginnings) == 5
+    assert min(lengths.values()) >= 150 <= max(lengths.values()) <= 450
+    assert (trace.prompt_tokens - trace.system_tokens).mean() == pytest.approx(ASK.prompt_tokens, rel=0.1)
+
+
+def test_systems_are_asked_for_alike_or_as_by_zipf():
+    alike = np.bincount(SYNTHETIC["systems"](replace(ASK, requests=4000, systems=4)).systems)
+    zipf = np.bincount(SYNTHETIC["systems"](replace(ASK, requests=4000, systems=4, system_skew=1.0)).systems)
+    assert alike / 4000 == pytest.approx([0.25] * 4, abs=0.04)
+    assert zipf / 4000 == pytest.approx(np.array([12, 6, 4, 3]) / 25, abs=0.04)
+
+
+def test_requests_of_one_system_come_together():
+    trace = SYNTHETIC["systems"](replace(ASK, requests=402, systems=3, together=4))
+    moments, counts = np.unique(trace.due_ns, return_counts=True)
+    assert counts.tolist() == [4] * 100 + [2]
+    for moment in moments:
+        assert len(set(trace.systems[trace.due_ns == moment])) == 1
+    assert 402 / (trace.due_ns.max() / 1e9) == pytest.approx(ASK.rate, rel=0.3)
 
 
 def test_a_next_prompt_begins_with_prompt_and_answer():
@@ -106,7 +163,8 @@ def test_each_trace_has_what_it_is_named_after():
     assert (giant.prompt_tokens > ASK.context // 2).sum() == 1
     chats = SYNTHETIC["chats"](ASK)
     assert np.bincount(chats.streams).max() == TURNS
-    for trace in (bursts, giant, chats):
+    systems = SYNTHETIC["systems"](replace(ASK, systems=9, system_tokens=5_000))
+    for trace in (bursts, giant, chats, systems):
         assert len(trace) <= ASK.requests
         assert (trace.prompt_tokens + trace.output_tokens <= ASK.context).all()
 

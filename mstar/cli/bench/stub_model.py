@@ -25,16 +25,24 @@ PAGE_SIZE = 16
 BATCH_TOKENS = 2048
 
 
+class StubEmbedding:
+    """A token's embedding is its id."""
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids[:, None]
+
+    def of_last(self, last_token: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return last_token.index_select(0, index)[:, None]
+
+
 class StubDecoder:
     """Answers every row with the same logits."""
 
     device = torch.device("cpu")
 
     def __init__(self, max_rows: int) -> None:
+        self.embedding = StubEmbedding()
         self._logits = torch.randn(max_rows, VOCABULARY, generator=torch.Generator().manual_seed(0))
-
-    def embedding(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids[:, None]
 
     def __call__(self, x: torch.Tensor, attn: Any, rope: Any) -> torch.Tensor:
         return self._logits[: attn.last_rows(x).shape[0]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,13 +23,16 @@ from mstar.cli.traces import (
     Seed,
     SloItl,
     SloTtft,
+    Systems,
+    SystemSkew,
+    SystemTokens,
     Tenants,
+    Together,
     TraceName,
     Versus,
     runs_of,
     trace_maker,
 )
-from mstar.runtime.options import parse_options
 from mstar.simulate.live import Live, load_engines
 from mstar.simulate.real_time import CpuClock, RealClock, WallClock
 from mstar.simulate.report_text import summary_text
@@ -62,6 +66,10 @@ def trace(
     ] = "1",
     prompt_tokens: PromptTokens = 512,
     output_tokens: OutputTokens = 128,
+    systems: Systems = 8,
+    system_tokens: SystemTokens = 1_000,
+    system_skew: SystemSkew = 0.0,
+    together: Together = 1,
     tenants: Tenants = 1,
     seed: Seed = 0,
     slo_ttft_ms: SloTtft = 5_000.0,
@@ -84,15 +92,17 @@ def trace(
     rates, make = parse_numbers(rate, "--rate"), trace_maker(trace, tenants)
     if clock not in CLOCKS:
         raise InputError(f"--clock: {' or '.join(CLOCKS)}, got {clock!r}")
-    runs = runs_of(option or [], versus or [])
-    options = {name: parse_options({"model": model} | given)[0] for name, given in runs.items()}
+    options = runs_of(model, option or [], versus or [])
     if clock == "cpu" and not all(each.device == "cpu" and each.num_threads == 1 for each in options.values()):
         raise InputError("--clock cpu: for --option device=cpu --option num_threads=1 alone")
     engines = load_engines(options, CLOCKS[clock]())
     for name, engine in engines.items():
         print(f"{name}: {engine.info.model}, {engine.info.dtype} on {engine.info.device}", flush=True)
     context = min(engine.info.max_seq_len for engine in engines.values())
-    asks = [Ask(requests, each, prompt_tokens, output_tokens, context, seed) for each in rates]
+    ask = Ask(
+        requests, rates[0], prompt_tokens, output_tokens, context, seed, systems, system_tokens, system_skew, together
+    )
+    asks = [replace(ask, rate=each) for each in rates]
     if trace.endswith(".jsonl"):
         traces = {Path(trace).name: make(asks[0])}
     else:

@@ -72,6 +72,11 @@ class ColumnBlock:
         for name, column in self._host_columns.items():
             column[:rows] = values[name]
 
+    def take(self, masters: Mapping[str, np.ndarray], rows: np.ndarray) -> None:
+        """:meth:`fill` with elements ``rows`` int64 [n] of every column's master, which has the column's dtype."""
+        for name, column in self._host_columns.items():
+            masters[name].take(rows, out=column[: rows.size], mode="clip")  # none is out of range; other modes buffer
+
     def upload(self) -> None:
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)

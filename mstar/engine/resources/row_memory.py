@@ -49,7 +49,7 @@ class RowMemory:
             self._waiting[row].append(ids)
         elif row in self._held and self.width is not None:
             known = ids[(ids >= 0) & (ids < self.width)]
-            self._held[row].index_fill_(0, torch.from_numpy(known).to(self._device), 1)
+            self._held[row].index_fill_(0, torch.from_numpy(known).to(self._device, non_blocking=True), 1)
 
     def open(self, width: int) -> None:
         """Takes the width, where there was none.

@@ -11,8 +11,8 @@ from .drive import Rig
 KV_ONLY = SubmoduleStep({"kv_cache": KVStep()})
 
 
-@pytest.fixture
-def rig():
+@pytest.fixture(params=["together", "each alone"])
+def rig(request):
     """Requests 0 to 3 of 9 tokens (three pages) on 20 pages; 1 and 2 have left."""
     rig = Rig(pages=21)
     for rid in range(4):
@@ -21,8 +21,10 @@ def rig():
         rig.kv.resolve_cached_prefix(rid)
         rig.kv.apply_cached_prefix(rid, rid, 0)
         rig.run([rid], [9], step=KV_ONLY)
-    for rid in (1, 2):
-        rig.leave(rid)
+    rig.leave(1)
+    if request.param == "each alone":
+        assert rig.kv.num_pages[1] == 0
+    rig.leave(2)
     return rig
 
 

@@ -30,6 +30,9 @@ class Batch:
 
     def serve(self):
         due = self.pace.due()
+        if due is None:
+            assert self.pace.is_young
+            due = np.array(self.looked_up(), np.int64)
         self.streams.append_one(due, self.arena.try_allocate(due.size))
         self.pace.served()
 
@@ -53,10 +56,12 @@ def batch():
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), steps=st.integers(1, 25))
 def test_the_rows_that_are_due_are_those_without_room_for_a_token(lengths, steps):
     batch = Batch([length if length % SIZE else length - 1 for length in lengths])
-    for _ in range(steps):
+    for step in range(steps):
         batch.step()
         assert batch.pace.is_kept_by(batch.rows)
-        assert sorted(batch.pace.due().tolist()) == batch.looked_up()
+        due = batch.pace.due()
+        assert (due is None) == (step == 0), "no timetable before the third step"
+        assert due is None or sorted(due.tolist()) == batch.looked_up()
         batch.serve()
         assert batch.pace.due().size == 0, "asked again before the step is committed"
 
@@ -71,10 +76,13 @@ def test_the_longest_stream_must_be_looked_up():
 
 
 def test_pages_in_reserve_must_be_looked_up():
-    batch = Batch([2, 3])
+    batch = Batch([2, 1])
     batch.streams.append_one(np.array([1]), batch.arena.try_allocate(1))
     batch.pace = DecodePace(batch.rows, batch.streams, SIZE, LONGEST)
     batch.step()
+    batch.serve()
+    batch.step()
+    assert not batch.pace.is_young
     assert batch.pace.due() is None
 
 

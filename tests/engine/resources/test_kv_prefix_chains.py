@@ -93,6 +93,31 @@ def test_a_request_that_stops_on_a_boundary_does_not_index_that_page(lazy):
     assert streams.matched([*prompt, 9, 9, 9]) == 2
 
 
+@pytest.mark.parametrize("lazy", LAZY)
+@pytest.mark.parametrize("stored", [0, 3, 6, 9, 20, 21, 21 + MAX_UNREPORTED, 22 + MAX_UNREPORTED])
+@pytest.mark.parametrize("items", [(), (PrefixItem(1, 1, b"dog"), PrefixItem(13, 3, b"cat"))])
+def test_one_that_ends_alone_leaves_what_it_leaves_among_others(lazy, stored, items):
+    prompt, answer, left = np.arange(14), list(range(50, 57)), []
+    for is_alone in (True, False):
+        streams = Streams(lazy)
+        streams.begin(0, prompt, items)
+        for token in answer:
+            streams.extend([0, 1], [token, token])
+        streams.stored[0] = stored
+        if is_alone:
+            streams.chains.complete(0, stored, streams.table[0])
+        else:
+            streams.chains.flush(0)
+            streams.commit([0], 0)
+            streams.chains.end(0)
+        assert not streams.chains.is_live(0)
+        assert not len(streams.chains.coming)
+        found = streams.index.match(np.array([*prompt, *answer, 1]), items)
+        left.append((found.num_pages, found.pages.tolist(), len(streams.index), streams.arena.num_idle))
+    assert left[0] == left[1]
+    assert left[0][0] == (0 if stored > 21 + MAX_UNREPORTED else min(stored, 21) // SIZE)
+
+
 def test_with_a_step_running_ahead_a_page_waits_for_its_tokens_to_be_reported():
     streams = Streams()
     streams.begin(0, np.arange(6))

@@ -51,6 +51,17 @@ def test_an_equal_prompt_starts_on_the_first_ones_full_pages(rig):
     assert rig.kv.counters["prefix_hit_tokens"] == 8
 
 
+def test_the_last_token_of_a_prompt_fills_a_page_that_is_shared_beside_rows_with_more_tokens(monkeypatch):
+    monkeypatch.setenv("MSTAR_KV_CHAIN_LAZY_STEPS", "64")
+    rig = Rig(pages=20)
+    join(rig, 0, PROMPT[:8])
+    prefill(rig, 0, 7)
+    join(rig, 1, PROMPT + 100)
+    rig.run([0, 1], [1, 5], step=KV_ONLY)
+    assert join(rig, 2) == 8, "both pages of request 0"
+    assert join(rig, 3, PROMPT + 100) == 4
+
+
 def test_a_prompt_of_whole_pages_leaves_its_last_token_to_run(rig):
     join(rig, 0, PROMPT[:8])
     prefill(rig, 0, 8)

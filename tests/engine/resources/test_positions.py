@@ -470,3 +470,14 @@ def test_what_cannot_be_rotated_is_refused_at_load(config: PositionConfig, messa
 def test_settings_may_be_overridden_by_name() -> None:
     spec = PositionSpec("rope", {"LLM"}).apply_yaml_overrides(rope_theta=5.0, scheme="block")
     assert (spec.config.rope_theta, spec.config.scheme) == (5.0, "block")
+
+
+def test_tables_behind_the_known_positions_stay() -> None:
+    rotary = rig_of().rope._rotary
+    positions = torch.tensor([7, 3, 900, 900])
+    computed = rotary.tables(Positions(positions, None))
+    out = tuple(torch.full_like(table, 5.0) for table in computed)
+    found = rotary.tables(Positions(positions, None, end=8, num_known=2), out)
+    for table, expected in zip(found, computed, strict=True):
+        assert torch.equal(table[:2], expected[:2])
+        assert (table[2:] == 5).all()

@@ -9,6 +9,7 @@ import torch
 from mstar.engine.resources.base import EngineResourceInfo
 from mstar.engine.resources.runner import build_resources
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
+from mstar.engine.resources.sampler.masters import DrawMasters
 from mstar.engine.resources.step import BucketKey, SlotLease, StepContext
 from mstar.kernels import sampling
 from mstar.kernels.sampling import RowSettings
@@ -194,3 +195,19 @@ def test_replays_look_back_at_what_kept_rows_drew_and_reused_rows_start_clean(re
     replays.leave(6)
     replays.join(8, 1, temperature=0.0, min_tokens=2)
     assert [replays.step([8])[1] for _ in range(3)] == [[5], [5], [2]]
+
+
+@pytest.mark.parametrize("slot", [None, 1])
+def test_rows_of_new_requests_restart_without_waiting_for_the_device(slot):
+    masters = DrawMasters(6, torch.device("cuda"), num_slots=2)
+    masters.reserve(8)
+    rows = torch.arange(6, device="cuda")
+    masters.scatter(rows, torch.full_like(rows, 3), torch.full_like(rows, 5))
+    lease = None if slot is None else SlotLease(slot, BucketKey("decode", 8, 8))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        masters.restart([1, 4], lease)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert masters.offset[:6].tolist() == [3, 0, 3, 3, 0, 3]
+    assert masters.last_token[:6].tolist() == [5, 0, 5, 5, 0, 5]

@@ -133,7 +133,7 @@ class AdmissionGate:
             self._room -= claim
             self._seen = (self._changes, self._arena.version)
 
-    def forget(self, rows: np.ndarray) -> None:
+    def forget(self, rows: np.ndarray | int) -> None:
         """The requests on ``rows`` [n] have left."""
         self._prompt[rows] = self._target[rows] = self._claim[rows] = 0
         self._changes += 1

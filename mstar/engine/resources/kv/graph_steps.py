@@ -40,10 +40,6 @@ class GraphStep:
     compute: Callable[[], None]
     has_begun: bool = False
 
-    @property
-    def streams(self) -> np.ndarray:
-        return self.rows.streams
-
     def begin(self) -> None:
         if not self.has_begun:
             self.has_begun = True

@@ -35,7 +35,8 @@ class Growth:
     def keep_up(self, rows: StepRows) -> AdmitOutcome | None:
         """Gives every real stream the pages of its new tokens; or none, and says why."""
         pace = self._pace
-        if rows.is_decode and pace is not None and pace.is_kept_by(rows.streams):
+        is_kept = rows.is_decode and pace is not None and pace.is_kept_by(rows.streams)
+        if is_kept and pace is not None:
             due = pace.due()
             if due is not None and self._serve(due):
                 pace.served()
@@ -43,7 +44,9 @@ class Growth:
         grown = self.grow(rows, 0)
         if isinstance(grown, AdmitOutcome):
             return grown
-        if rows.is_decode:
+        if is_kept and pace is not None and pace.is_young:
+            pace.served()
+        elif rows.is_decode:
             self._pace = DecodePace(rows.streams, self._streams, self._config.page_size, self._config.max_seq_len)
         return None
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.kv.admission import AdmissionGate
-from mstar.engine.resources.kv.config import Fork, KVReqConfig, KVStep, PagedKVConfig, PagedKVSpec, Retention
+from mstar.engine.resources.kv.config import KVReqConfig, KVStep, PagedKVConfig, PagedKVSpec, Retention
 from mstar.engine.resources.kv.departures import Departures
+from mstar.engine.resources.kv.eviction import KVEviction
+from mstar.engine.resources.kv.fork_admission import ForkAdmission
 from mstar.engine.resources.kv.forks import Forks
 from mstar.engine.resources.kv.graph_steps import DeviceState
 from mstar.engine.resources.kv.growth import Growth
@@ -22,11 +24,7 @@ from mstar.engine.resources.kv.pinned_ring import PinnedRing
 from mstar.engine.resources.kv.plan import KVPlan
 from mstar.engine.resources.kv.plan_cache import OFF, PlanCache
 from mstar.engine.resources.kv.planner import Planner
-from mstar.engine.resources.kv.prefix.chains import PrefixChains
-from mstar.engine.resources.kv.prefix.index import PrefixIndex
-from mstar.engine.resources.kv.prefix.keys import prefix_root
 from mstar.engine.resources.kv.prefix.sharing import PrefixSharing
-from mstar.engine.resources.kv.questions import KVQuestions
 from mstar.engine.resources.kv.step_rows import KeptRows, StepRows
 from mstar.engine.resources.kv.storage import zeroed
 from mstar.engine.resources.kv.streams import Streams
@@ -53,7 +51,7 @@ class _Staged:
     plans: dict[str, KVPlan]
 
 
-class PagedKVManager(KVQuestions, Resource):
+class PagedKVManager(KVEviction, Resource):
     """Keys and values of every request, in pages.
 
     State by stream (see :class:`Streams`): ``stored_len``, ``num_pages``, ``generation``, ``page_table``.  Padding
@@ -74,17 +72,20 @@ class PagedKVManager(KVQuestions, Resource):
         self._streams = Streams(self._arena, config.page_size, config.max_pages_per_row, info.total_rows)
         self._gate = AdmissionGate(config, self._arena, info.total_rows, self._streams.by_row)
         self._forks = Forks(self._streams, self._arena, self.cache)
-        self._sharing = self._make_sharing(info) if config.prefix_cache else None
+        self._sharing: PrefixSharing | None = None
+        if config.prefix_cache:
+            self._sharing = PrefixSharing.of_cache(config, info, self._arena, self._streams)
         self._departures = Departures(self._streams, self._gate, self._sharing)
         index = None if self._sharing is None else self._sharing.index
         self._growth = Growth(config, self._streams, self._arena, index)
+        self._row_of: dict[int, int] = {}
+        self._fork_admission = ForkAdmission(self._streams, self._forks, self._growth, self._row_of, info.capacity)
         self._offloading: Offloading | None = None
         if config.cpu_offload_pages:
             pool = OffloadPool(self.cache, config.cpu_offload_pages)
             self._offloading = Offloading(pool, self._streams, self._arena, self._growth.take)
         self.supports_eviction = self._offloading is not None
         self._configs: dict[int, KVReqConfig] = {}
-        self._row_of: dict[int, int] = {}
         self._kept_rows = KeptRows(self._streams, info.capacity)
         self._resolved: tuple[StepContext, KVStep, StepRows] | None = None  # what the last hook looked up
         self._ahead: StepContext | None = None  # of the step that was admitted ahead
@@ -98,23 +99,6 @@ class PagedKVManager(KVQuestions, Resource):
         self._info = info
         self._device_state: DeviceState | None = None
         self._debug = knobs.kv_debug_asserts()
-
-    def _make_sharing(self, info: EngineResourceInfo) -> PrefixSharing:
-        config = self.config
-        root = prefix_root(
-            checkpoint="",  # an index lives no longer than its engine, which has one
-            config=f"{config.num_layers} {config.num_kv_heads} {config.head_dim}",
-            layout=config.layout,
-            page_size=config.page_size,
-            dtype=str(info.kv_dtype),
-            world_size=config.num_shards,
-            salt=config.prefix_cache_salt,
-        )
-        index = PrefixIndex(self._arena, config.page_size, root)
-        chains = PrefixChains(
-            index, config.page_size, info.total_rows, config.max_pages_per_row, knobs.kv_chain_lazy_steps()
-        )
-        return PrefixSharing(index, chains, self._streams, config.page_size)
 
     @classmethod
     def build(cls, spec: NodeResourceSpec, info: EngineResourceInfo) -> Self:
@@ -222,48 +206,6 @@ class PagedKVManager(KVQuestions, Resource):
             for stream in streams[streams < self._streams.total_rows].tolist():
                 self._sharing.chains.end(stream)
 
-    # Requests whose state waits on the host.
-
-    def is_offloaded(self, request_id: int) -> bool:
-        return self._offloading is not None and self._offloading.is_offloaded(self._row_of[request_id])
-
-    def offload(self, request_id: int) -> bool:
-        row = self._row_of[request_id]
-        is_moved = self._offloading is not None and self._offloading.offload(row)
-        if is_moved and self._gate.fit == "none":  # whoever may run out of pages is promised none while it is away
-            self._gate.forget(np.array([row]))
-        return is_moved
-
-    def can_reload(self, request_id: int) -> bool:
-        if self._offloading is None:
-            return False
-        return 0 < self._offloading.pages_of(self._row_of[request_id]) <= self.free_pages
-
-    def reload(self, request_id: int) -> bool:
-        self._departures.settle()
-        row = self._row_of[request_id]
-        is_back = self._offloading is not None and self._offloading.reload(row)
-        if is_back and self._gate.fit == "none":
-            self._gate.reserve(row, self._demand(self._configs[request_id], 0))
-        return is_back
-
-    def reclaimable(self, request_id: int) -> int:
-        return 0 if self._offloading is None else self._offloading.reclaimable(self._row_of[request_id])
-
-    def get_offload_priority(self, request_id: int) -> float:
-        return float(self.reclaimable(request_id))
-
-    def admit_retrieve(self, request_id: int, node: str, graph_walk: str, published: Any) -> AdmitOutcome:
-        """Brings an offloaded request back for a step of this node and walk; not ready while there is no room."""
-        if self._offloading is None or not self.is_offloaded(request_id):
-            return ADMITTED
-        row = np.array([self._row_of[request_id]])
-        labels = self._configs[request_id].labels_of(node, graph_walk)
-        needed = np.concatenate([self._streams.of(label, row) for label in labels])
-        if self._offloading.first_offloaded(needed) is None or self.reload(request_id):
-            return ADMITTED
-        return AdmitOutcome(ready=False)
-
     # Steps.
 
     def admit(self, step: ResourceStep, ctx: StepContext) -> AdmitOutcome:
@@ -287,46 +229,8 @@ class PagedKVManager(KVQuestions, Resource):
 
     def _admit(self, step: KVStep, rows: StepRows, ctx: StepContext) -> AdmitOutcome:
         if step.pre_forks or step.post_forks:
-            return self._admit_with_forks(step, rows, ctx)
+            return self._fork_admission.admit(step, rows, ctx)
         return self._growth.keep_up(rows) or ADMITTED
-
-    def _admit_with_forks(self, step: KVStep, rows: StepRows, ctx: StepContext) -> AdmitOutcome:
-        """Pages for the copies first: a target that also grows grows from its source's length."""
-        pre = self._sized(step.pre_forks, {})
-        copied = sum(size for _, _, size in pre)
-        pages = self._growth.take(copied)
-        if pages is None:
-            return self._growth.refused(copied, step.pre_forks[0].request_id, step.pre_forks[0].target)
-        for source, target, size in pre:
-            self._forks.begin(source, target, pages[:size])
-            pages = pages[size:]
-        grown_len = dict(
-            zip(rows.streams.tolist(), (self._streams.stored_len[rows.streams] + rows.spans).tolist(), strict=True)
-        )
-        post = self._sized(step.post_forks, grown_len if step.commit else {})
-        reserved = self._growth.grow(rows, sum(size for _, _, size in post))
-        if isinstance(reserved, AdmitOutcome):
-            self._forks.undo(ctx.rows)
-            return reserved
-        for source, target, size in post:
-            self._forks.reserve(source, target, reserved[:size])
-            reserved = reserved[size:]
-        return ADMITTED
-
-    def _sized(self, forks: Sequence[Fork], length_of: dict[int, int]) -> list[tuple[int, int, int]]:
-        """(source stream, target stream, pages of the copy) of each fork in order; ``length_of`` overrides lengths.
-
-        Raises:
-            KeyError: a request that was not ingested.
-        """
-        sized = []
-        for fork in forks:
-            row = np.array([self._row_of[fork.request_id]])
-            if row[0] < self._capacity:
-                source, target = (int(self._streams.of(label, row)[0]) for label in (fork.source, fork.target))
-                length_of[target] = length_of.get(source, int(self._streams.stored_len[source]))
-                sized.append((source, target, self._streams.pages_of(length_of[target])))
-        return sized
 
     def plan(self, step: ResourceStep, ctx: StepContext) -> dict[str, KVPlan]:
         """The step's plans by plan label."""
@@ -340,7 +244,7 @@ class PagedKVManager(KVQuestions, Resource):
         if ctx.is_preplan:
             self._staged = _Staged(ctx, rows, self._streams.epoch, self._streams.generation[rows.streams], plans)
         if self._debug:
-            self._check_written(rows)
+            self._streams.check_written(rows.streams, rows.spans)
         return plans
 
     def promote_preplan(self, step: ResourceStep, ctx: StepContext) -> dict[str, KVPlan]:
@@ -435,16 +339,6 @@ class PagedKVManager(KVQuestions, Resource):
         if self._sharing is not None:
             owned += [self._sharing.index.pages(), *self._sharing.leased_pages()]
         self._arena.check(np.concatenate(owned))
-
-    def _check_written(self, rows: StepRows) -> None:
-        """Asserts that the pages which the step's real rows write to have no other owner and are not sealed."""
-        for stream, span in zip(rows.streams.tolist(), rows.spans.tolist(), strict=True):
-            start = int(self._streams.stored_len[stream])
-            if span:
-                first, end = start // self.config.page_size, self._streams.pages_of(start + span)
-                pages = self._streams.page_table[stream, first:end]
-                assert (self._arena.owners(pages) == 1).all(), "a step writes to a page that has several owners"
-                assert not self._arena.is_sealed(pages).any(), "a step writes to a sealed page"
 
     def post_warmup_validate(self) -> None:
         if self.free_pages != self.num_usable_pages:

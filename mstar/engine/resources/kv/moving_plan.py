@@ -17,6 +17,7 @@ class MovingPlan:
 
     def __init__(self, plan: HostPlan, rows: PlannedRows, page_size: int) -> None:
         self._plan = plan
+        self._indptrs = plan.indptrs  # made now, as later on a row may hold more
         self._rows = rows
         self._page_size = page_size
         self._page_span = np.array([2 * page_size])  # keys and values; an array multiplies faster than a number
@@ -27,7 +28,7 @@ class MovingPlan:
         before, rows = self._plan, self._rows
         if self._room_until is None:  # not before, since many batches don't come to a second step
             self._room_until = before.kv_lens + -before.kv_lens % self._page_size
-        kv_lens, addresses, arrays = before.kv_lens + rows.is_real, before.addresses, before.indptrs
+        kv_lens, addresses, arrays = before.kv_lens + rows.is_real, before.addresses, self._indptrs
         np.add(addresses, rows.is_real, addresses)
         kv_indptr, indices = arrays.paged_kv_indptr, arrays.paged_kv_indices
         (crossing,) = (kv_lens > self._room_until).nonzero()
@@ -43,8 +44,8 @@ class MovingPlan:
             kv_indptr = np.add.accumulate(more, out=more) + kv_indptr
         starts = before.starts + rows.is_real if rows.has_padding else before.kv_lens
         kv_lens32 = arrays.kv_lens + rows.is_real32
-        indptrs = PagedIndptrs(arrays.qo_indptr, kv_indptr, indices, kv_lens32, arrays.page_size)
-        self._plan = HostPlan(starts, kv_lens, indptrs, addresses)
+        self._indptrs = indptrs = PagedIndptrs(arrays.qo_indptr, kv_indptr, indices, kv_lens32, arrays.page_size)
+        self._plan = HostPlan(starts, kv_lens, addresses, indptrs)
         return self._plan
 
 

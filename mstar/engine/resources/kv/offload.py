@@ -23,6 +23,10 @@ class OffloadClaim:
     done: torch.cuda.Event | None = None
 
 
+class NoHostMemory(Exception):
+    """The host has not the memory that a pool would take; says how much, and why not."""
+
+
 class OffloadPool:
     """Copies of whole streams in ``num_pages`` pages of host memory, page-locked where the cache is on a GPU.
 
@@ -35,7 +39,11 @@ class OffloadPool:
     """
 
     def __init__(self, cache: torch.Tensor, num_pages: int) -> None:
-        """``cache`` [layers, pages, …] is the device's."""
+        """``cache`` [layers, pages, …] is the device's.
+
+        Raises:
+            NoHostMemory: the pool cannot be allocated.
+        """
         self.lock = threading.RLock()
         self.num_pages = num_pages
         self._cache = cache
@@ -46,8 +54,7 @@ class OffloadPool:
             self._host = torch.empty((num_pages, layers, *page), dtype=cache.dtype, pin_memory=on_gpu)
         except RuntimeError as error:
             size = cache.nbytes // cache.shape[1] * num_pages
-            got = f"{size} bytes, which cannot be allocated ({str(error).splitlines()[0]})"
-            raise ValueError(f"kv_host_memory_bytes: memory that the host has free, got {got}") from None
+            raise NoHostMemory(f"{size} bytes, which cannot be allocated ({str(error).splitlines()[0]})") from None
         self._free = list(range(num_pages - 1, -1, -1))
         self._claims: dict[Hashable, OffloadClaim] = {}
         self._side = torch.cuda.Stream(cache.device) if on_gpu else None
@@ -67,13 +74,16 @@ class OffloadPool:
     def claim(self, owner: Hashable, pages: np.ndarray, generation: int, is_in_flight: bool = False) -> bool:
         """Reserves room for ``pages`` [n] of the cache and starts to copy them.
 
-        False, and no effect, while a step of the stream is in flight, when it is claimed already, or without room.
+        False, and no effect, while a step of the stream is in flight, when it is claimed already, or without room; no
+        effect either when the copy raises.
         """
         with self.lock:
             if is_in_flight or owner in self._claims or len(pages) > len(self._free):
                 return False
-            slots = np.array([self._free.pop() for _ in range(len(pages))], np.int64)
+            left = len(self._free) - len(pages)
+            slots = np.array(self._free[left:], np.int64)
             done = self._copy(slots, pages, to_host=True)
+            del self._free[left:]
             self._claims[owner] = OffloadClaim(slots, generation, done)
             return True
 
@@ -113,7 +123,7 @@ class OffloadPool:
                 return
             if claim.done is not None:
                 claim.done.synchronize()
-            self._free.extend(claim.slots[::-1].tolist())
+            self._free.extend(claim.slots.tolist())
 
     def check(self) -> None:
         """Asserts that every host page is free or claimed, once."""

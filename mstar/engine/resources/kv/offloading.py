@@ -53,41 +53,51 @@ class Offloading:
         return any(stream in self._stored_len for stream in self._of_row(row))
 
     def offload(self, row: int) -> bool:
-        """Moves a row's streams out; False, and no effect, while a step of it is in flight or without room."""
+        """Moves a row's streams out; False, and no effect, while a step of it is in flight or without room, and no
+        effect either when a copy raises."""
         with self.pool.lock:
             moving = [stream for stream in self._of_row(row) if self._streams.num_pages[stream]]
-            claimed: list[int] = []
-            for stream in moving:
-                pages = self._streams.held_pages(np.array([stream]))
-                generation = int(self._streams.generation[stream])
-                if not self.pool.claim(stream, pages, generation, self._is_in_flight(stream)):
-                    break
-                claimed.append(stream)
-            settled = [self.pool.settle(stream, int(self._streams.generation[stream])) for stream in claimed]
-            if not moving or len(claimed) < len(moving) or not all(settled):
-                for stream in claimed:
-                    self.pool.drop(stream)
+            is_moved = False
+            try:
+                is_moved = bool(moving) and all(map(self._claim, moving)) and all(map(self._settle, moving))
+            finally:
+                if not is_moved:
+                    for stream in moving:
+                        self.pool.drop(stream)
+            if not is_moved:
                 return False
             for stream in moving:
                 self._stored_len[stream] = int(self._streams.stored_len[stream])
             self._streams.release(np.array(moving))
             return True
 
+    def _claim(self, stream: int) -> bool:
+        pages = self._streams.held_pages(np.array([stream]))
+        return self.pool.claim(stream, pages, int(self._streams.generation[stream]), self._is_in_flight(stream))
+
+    def _settle(self, stream: int) -> bool:
+        return self.pool.settle(stream, int(self._streams.generation[stream]))
+
     def pages_of(self, row: int) -> int:
         """Pages that the offloaded streams of a row come back to."""
         return sum(self.pool.pages_held(stream) for stream in self._offloaded(row))
 
     def reload(self, row: int) -> bool:
-        """Brings a row's streams back; False, and no effect, without pages for all of them."""
+        """Brings a row's streams back; False, and no effect, without pages for all of them.  When a copy raises, those
+        that have come are back, and the others where they were."""
         with self.pool.lock:
             streams = self._offloaded(row)
             pages = self._take_pages(self.pages_of(row)) if streams else None
             if pages is None:
                 return False
-            for stream in streams:
-                own, pages = np.split(pages, [self.pool.pages_held(stream)])
-                self.pool.reload(stream, own)
-                self._streams.put_in(stream, own, self._stored_len.pop(stream))
+            try:
+                for stream in streams:
+                    own = pages[: self.pool.pages_held(stream)]
+                    self.pool.reload(stream, own)
+                    self._streams.put_in(stream, own, self._stored_len.pop(stream))
+                    pages = pages[own.size :]
+            finally:
+                self._arena.release(pages)
             return True
 
     def reclaimable(self, row: int) -> int:

@@ -8,12 +8,14 @@ import numpy as np
 
 from mstar.engine.resources.kv.streams import Streams
 
+_YOUTH = 2  # steps
+
 
 class DecodePace:
     """Steps that store one token in each of ``streams``, distinct: it is known ahead which rows fill a page when.
 
     Good for as long as nothing but these steps touches any stream, which the two epochs tell.  The timetable is made
-    at the second step, since many batches don't come to one.
+    at the third step, since many batches don't come to one.
     """
 
     def __init__(self, streams: np.ndarray, table: Streams, page_size: int, max_seq_len: int) -> None:
@@ -36,11 +38,18 @@ class DecodePace:
         """The streams that need one page each before the coming step; None where that must be looked up."""
         if self._is_served:
             return self._batch[:0]
+        if self.is_young:
+            return None
         if self._turns is None:
             self._make_timetable()
         if self._turns is None or self._turn > self._last_turn:
             return None
         return self._turns[self._turn % self._page_size]
+
+    @property
+    def is_young(self) -> bool:
+        """Whether there is no timetable, for it is too early to make one."""
+        return self._turns is None and self._turn < _YOUTH
 
     def served(self) -> None:
         """The pages that were due are there."""

@@ -89,8 +89,7 @@ class PageArena:
             return
         with self._lock:
             distinct = pages if is_distinct else self._distinct(pages)
-            self._add_owners(pages, distinct, -1)
-            left = self._owners[distinct]
+            left = self._add_owners(pages, distinct, -1)
             assert self._owners[SINK_PAGE] == 1, "the sink page is freed"
             assert left.min() >= 0, "a page is freed twice"
             freed = distinct[left == 0]
@@ -175,12 +174,15 @@ class PageArena:
         self._stamp[pages] = order
         return pages[self._stamp[pages] == order]
 
-    def _add_owners(self, pages: np.ndarray, distinct: np.ndarray, change: int) -> None:
-        sealed = distinct[self._sealed[distinct]]
-        idle_before = np.count_nonzero(self._owners[sealed] == 1)
+    def _add_owners(self, pages: np.ndarray, distinct: np.ndarray, change: int) -> np.ndarray:
+        """Returns how many each of ``distinct`` has now."""
+        before = self._owners[distinct]
         if distinct.size == len(pages):
-            self._owners[pages] += change
+            after = self._owners[distinct] = before + change
         else:
             np.add.at(self._owners, pages, change)
-        self._num_idle += np.count_nonzero(self._owners[sealed] == 1) - idle_before
+            after = self._owners[distinct]
+        is_sealed = self._sealed[distinct]
+        self._num_idle += np.count_nonzero(after[is_sealed] == 1) - np.count_nonzero(before[is_sealed] == 1)
         self._version += 1
+        return after

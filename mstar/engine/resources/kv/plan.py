@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mstar.engine.resources.kv.device_view import DeviceView
-from mstar.engine.resources.kv.step_rows import PlannedRows
+from mstar.engine.resources.kv.step_rows import PlannedRows, StepRows
 from mstar.engine.resources.ragged import indptr, ragged_arange
 
 
@@ -47,14 +47,31 @@ class PagedIndptrs:
         return self.kv_lens - whole_pages * self.page_size
 
 
-@dataclass(eq=False)
 class HostPlan:
-    """The part of a plan that is computed on the host; ``addresses`` int64 [tokens of the rows] are the keys'."""
+    """The part of a plan that is computed on the host; ``addresses`` int64 [tokens of the rows] are the keys'.
 
-    starts: np.ndarray
-    kv_lens: np.ndarray
-    indptrs: PagedIndptrs
-    addresses: np.ndarray
+    ``indptrs`` are made when somebody reads them, which must be before the step commits: kernels that find pages on the
+    device never do.
+    """
+
+    def __init__(
+        self,
+        starts: np.ndarray,
+        kv_lens: np.ndarray,
+        addresses: np.ndarray,
+        indptrs: PagedIndptrs | Callable[[], PagedIndptrs],
+    ) -> None:
+        self.starts = starts
+        self.kv_lens = kv_lens
+        self.addresses = addresses
+        self._indptrs = indptrs
+
+    @property
+    def indptrs(self) -> PagedIndptrs:
+        indptrs = self._indptrs
+        if not isinstance(indptrs, PagedIndptrs):
+            indptrs = self._indptrs = indptrs()
+        return indptrs
 
 
 class DeferredHostPlan:
@@ -90,8 +107,8 @@ class StepHead(Protocol):
     """What a forward computes on the device before its first layer, for all labels of the step; once per plan."""
 
     @property
-    def streams(self) -> np.ndarray:
-        """Streams of the step's real rows, int64 [n]; one array for equal batches."""
+    def rows(self) -> StepRows:
+        """The step's; each has one new token, and equal batches have one array of streams."""
         ...
 
     def begin(self) -> None: ...
@@ -153,6 +170,14 @@ def host_plan(rows: PlannedRows, stored_len: np.ndarray, table: np.ndarray, page
     """
     starts = stored_len[rows.streams]
     kv_lens = starts + rows.spans
+    if rows.is_decode:
+        addresses = _addresses_of(rows.streams, starts, table, page_size)
+    else:
+        addresses = write_addresses(rows, starts, table, page_size)
+    return HostPlan(starts, kv_lens, addresses, lambda: _indptrs(rows, kv_lens, table, page_size))
+
+
+def _indptrs(rows: PlannedRows, kv_lens: np.ndarray, table: np.ndarray, page_size: int) -> PagedIndptrs:
     pages = (kv_lens + (page_size - 1)) // page_size
     kv_indptr = indptr(pages)
     width = table.shape[1]
@@ -163,19 +188,13 @@ def host_plan(rows: PlannedRows, stored_len: np.ndarray, table: np.ndarray, page
     else:
         flat = (first - kv_indptr[:-1]).repeat(pages)
         flat += np.arange(flat.size)
-    arrays = PagedIndptrs(
+    return PagedIndptrs(
         qo_indptr=rows.qo_indptr,
         paged_kv_indptr=kv_indptr.astype(np.int32),
         paged_kv_indices=table.reshape(-1).take(flat),
         kv_lens=kv_lens.astype(np.int32),
         page_size=np.array([page_size], np.int32),
     )
-    if rows.is_decode:  # each row's token is the last of its last page
-        last_page = arrays.paged_kv_indices[kv_indptr[1:] - 1].astype(np.int64)
-        addresses = last_page * (2 * page_size) + (starts - (pages - 1) * page_size)
-    else:
-        addresses = write_addresses(rows, starts, table, page_size)
-    return HostPlan(starts, kv_lens, arrays, addresses)
 
 
 def write_addresses(rows: PlannedRows, starts: np.ndarray, table: np.ndarray, page_size: int) -> np.ndarray:
@@ -184,10 +203,17 @@ def write_addresses(rows: PlannedRows, starts: np.ndarray, table: np.ndarray, pa
     ``starts`` int64 [B] tokens stored before.  Positions past a stream's last column, which only padding rows have,
     take its last page.
     """
-    of_token = rows.streams.repeat(rows.spans)
-    position = starts.repeat(rows.spans) + ragged_arange(rows.spans)
+    position = (starts - rows.qo_indptr[:-1]).repeat(rows.spans)
+    position += np.arange(position.size)
+    return _addresses_of(rows.streams.repeat(rows.spans), position, table, page_size)
+
+
+def _addresses_of(streams: np.ndarray, position: np.ndarray, table: np.ndarray, page_size: int) -> np.ndarray:
     page = position // page_size
-    offset = position - page * page_size
-    if page.size and int(page.max()) >= table.shape[1]:
-        page = np.minimum(page, table.shape[1] - 1)
-    return table[of_token, page].astype(np.int64) * (2 * page_size) + offset
+    address = position - page * page_size
+    last = table.shape[1] - 1
+    if page.size and page.max() > last:
+        page = np.minimum(page, last)
+    page += streams * table.shape[1]
+    address += table.reshape(-1).take(page).astype(np.int64) * (2 * page_size)
+    return address

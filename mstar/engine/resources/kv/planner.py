@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import torch
 
@@ -85,7 +83,8 @@ class Planner:
         num_tokens = ctx.padded_tokens(part.spans, num_plans) if ctx.pads_tokens else part.num_tokens
         key_index, value_index = self._on_device(part.label, plan.addresses, num_tokens, ctx.slot_lease)
         if self._ring is not None:
-            plan = dataclasses.replace(plan, indptrs=self._pinned(plan.indptrs, self._ring))
+            pinned = self._pinned(plan.indptrs, self._ring)
+            plan = HostPlan(plan.starts, plan.kv_lens, plan.addresses, pinned)
         return KVPlan(
             label=part.label,
             rows=part.rows,

@@ -24,13 +24,25 @@ class PlannedRows:
     rows: np.ndarray  # int64 [B], master rows
     streams: np.ndarray  # int64 [B]
     spans: np.ndarray  # int64 [B], new tokens
-    is_real: np.ndarray  # int64 [B], 1 where the row belongs to a request, 0 where it is padding
-    is_real32: np.ndarray  # the same, int32
-    has_padding: bool
     num_real: int
     qo_indptr: np.ndarray  # int32 [B + 1]
     num_tokens: int
     is_decode: bool  # every row has exactly one new token
+    capacity: int  # master rows from here on are padding
+
+    @property
+    def has_padding(self) -> bool:
+        return self.num_real < self.rows.size
+
+    @cached_property
+    def is_real(self) -> np.ndarray:
+        """int64 [B], 1 where the row belongs to a request, 0 where it is padding."""
+        return (self.rows < self.capacity).astype(np.int64)
+
+    @cached_property
+    def is_real32(self) -> np.ndarray:
+        """The same, int32."""
+        return (self.rows < self.capacity).astype(np.int32)
 
 
 @dataclass(eq=False)
@@ -45,7 +57,7 @@ class StepRows:
     block: slice | None  # ``streams`` where each has one new token and together, in some order, they are this range
     main: np.ndarray  # those of them that are of label "main"
     is_decode: bool  # every row of every label, padding included, has exactly one new token
-    real_of_label: tuple[tuple[LabelRows, np.ndarray], ...]  # with the positions of its real rows
+    labels: Mapping[str, LabelRows]  # what was resolved
 
     @cached_property
     def layout(self) -> tuple[tuple[str, bytes], ...]:
@@ -54,10 +66,10 @@ class StepRows:
 
     def owner_of(self, index: int) -> tuple[int, str]:
         """Request id and label of real segment ``index``."""
-        for label_rows, real in self.real_of_label:
-            if index < real.size:
-                return label_rows.request_ids[int(real[index])], label_rows.label
-            index -= real.size
+        for rows in self.labels.values():
+            if index < rows.num_real:
+                return rows.request_ids[index], rows.label
+            index -= rows.num_real
         raise IndexError(index)
 
 
@@ -101,10 +113,9 @@ def step_rows(
         for plan_label, group in group_by_plan_label(labels, combined).items()
     )
     is_decode = all(part.is_decode for part in planned)
-    real_of_label = tuple((rows, (rows.rows < capacity).nonzero()[0]) for rows in labels.values())
-    real_rows = joined([_taken(rows.rows, real) for rows, real in real_of_label])
-    real_streams = joined([_taken(of_label[rows.label], real) for rows, real in real_of_label])
-    spans = joined([_taken(rows.spans, real) for rows, real in real_of_label])
+    real_rows = joined([_head(rows.rows, rows.num_real) for rows in labels.values()])
+    real_streams = joined([_head(of_label[rows.label], rows.num_real) for rows in labels.values()])
+    spans = joined([_head(rows.spans, rows.num_real) for rows in labels.values()])
     growing = real_streams if is_decode or spans.all() else real_streams[spans > 0]
     return StepRows(
         planned=planned,
@@ -115,7 +126,7 @@ def step_rows(
         block=block_of(real_streams) if is_decode else None,
         main=growing if labels.keys() == _ONLY_MAIN else growing[growing < streams.total_rows],
         is_decode=is_decode,
-        real_of_label=real_of_label,
+        labels=labels,
     )
 
 
@@ -149,32 +160,26 @@ def _planned(label: str, group: tuple[LabelRows, ...], streams: list[np.ndarray]
     spans = joined([part.spans for part in group])
     is_decode = np.count_nonzero(spans == 1) == spans.size
     qo_indptr = np.arange(spans.size + 1, dtype=np.int32) if is_decode else indptr(spans).astype(np.int32)
-    is_real = rows < capacity
     return PlannedRows(
         label=label,
         rows=rows,
         streams=joined(streams),
         spans=spans,
-        is_real=is_real.astype(np.int64),
-        is_real32=is_real.astype(np.int32),
-        has_padding=np.count_nonzero(is_real) < is_real.size,
         num_real=sum(part.num_real for part in group),
         qo_indptr=qo_indptr,
         num_tokens=int(qo_indptr[-1]),
         is_decode=is_decode,
+        capacity=capacity,
     )
 
 
-def _taken(array: np.ndarray, index: np.ndarray) -> np.ndarray:
-    return array if index.size == array.size else array[index]
+def _head(array: np.ndarray, count: int) -> np.ndarray:
+    return array if count == array.size else array[:count]
 
 
 def block_of(streams: np.ndarray) -> slice | None:
     """The range that distinct ``streams`` [n] are, in some order; a range is updated in a fifth of the time."""
     if not streams.size:
         return None
-    ordered = np.sort(streams)
-    first, end = int(ordered[0]), int(ordered[-1]) + 1
-    if end - first != streams.size or not np.array_equal(ordered, np.arange(first, end)):
-        return None
-    return slice(first, end)
+    first, end = int(streams.min()), int(streams.max()) + 1
+    return slice(first, end) if end - first == streams.size else None

@@ -26,5 +26,6 @@ def copy_pages(cache: torch.Tensor, sources: np.ndarray, targets: np.ndarray) ->
     All are read before any is written, so the two may overlap.
     """
     if sources.size:
-        read, written = (torch.from_numpy(pages.astype(np.int64)).to(cache.device) for pages in (sources, targets))
+        on_host = (torch.from_numpy(pages.astype(np.int64)) for pages in (sources, targets))
+        read, written = (pages.to(cache.device, non_blocking=True) for pages in on_host)
         cache.index_copy_(1, written, cache.index_select(1, read))

@@ -132,7 +132,7 @@ class Streams:
     def release(self, streams: np.ndarray) -> None:
         """Empties ``streams`` and releases their pages."""
         if self.num_pages[streams].any():
-            self._arena.release(self.held_pages(streams))
+            self._arena.release(self.held_pages(streams), is_distinct=streams.size == 1)
             self.page_table[streams] = SINK_PAGE
             self.num_pages[streams] = 0
         self.stored_len[streams] = 0
@@ -153,6 +153,16 @@ class Streams:
         self.num_pages[stream] -= count
         self.stored_len[stream] -= count * self._page_size
         self._changed(stream)
+
+    def check_written(self, streams: np.ndarray, spans: np.ndarray) -> None:
+        """Asserts that the pages to which ``streams`` [n] are about to write ``spans`` [n] tokens have no other owner
+        and are not sealed."""
+        for stream, span in zip(streams.tolist(), spans.tolist(), strict=True):
+            start = int(self.stored_len[stream])
+            if span:
+                pages = self.page_table[stream, start // self._page_size : self.pages_of(start + span)]
+                assert (self._arena.owners(pages) == 1).all(), "a step writes to a page that has several owners"
+                assert not self._arena.is_sealed(pages).any(), "a step writes to a sealed page"
 
     def _changed(self, streams: np.ndarray | int) -> None:
         self.generation[streams] += 1

@@ -198,7 +198,8 @@ class DeviceLogitEdits(EditsOfRequests):
     def _bias_of(self, edits: RowEdits) -> torch.Tensor:
         """What is added to each logit, fp32 [vocab]: -inf where a token is barred."""
         bias = torch.zeros(self._vocab, device=self._device)
-        bias.index_copy_(0, self._sent(edits.bias_ids).long(), torch.from_numpy(edits.bias).to(self._device))
+        values = torch.from_numpy(edits.bias).to(self._device, non_blocking=True)
+        bias.index_copy_(0, self._sent(edits.bias_ids).long(), values)
         if edits.allowed.size:
             allowed = self._sent(edits.allowed).long()
             bias = torch.full_like(bias, -torch.inf).index_copy_(0, allowed, bias.index_select(0, allowed))
@@ -218,7 +219,7 @@ class DeviceLogitEdits(EditsOfRequests):
         return ring
 
     def _sent(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int32)).to(self._device)
+        return torch.from_numpy(values.astype(np.int32)).to(self._device, non_blocking=True)
 
 
 def _hold(memory: RowMemory, row: int, tensor: torch.Tensor | None) -> None:

@@ -105,7 +105,8 @@ class LogprobsOfRequests(Resource):
         if prompts is None:
             return {}
         at, targets, num_top = (
-            torch.from_numpy(column).to(self._device) for column in (prompts.at, prompts.targets, prompts.num_top)
+            torch.from_numpy(column).to(self._device, non_blocking=True)
+            for column in (prompts.at, prompts.targets, prompts.num_top)
         )
         most = int(prompts.num_top.max())
         slices = zip(at.split(_SLICE), targets.split(_SLICE), num_top.split(_SLICE), strict=True)

@@ -84,20 +84,21 @@ class DevicePositions:
         ctx: StepContext,
         buffers: LabelBuffers,
         ids: np.ndarray | None,
-        moves_of: Callable[[np.ndarray], np.ndarray],
+        moves_of: Callable[[np.ndarray], np.ndarray] | None,
     ) -> Positions:
         """What a label's forward will compute; the last of the slot where nothing but positions changed since.
 
         Args:
             kv_plan: has a head.
             ids: as in :class:`GraphPositions`.
-            moves_of: by how much each of these streams' positions moves at commit, int64 [n]; 0 for padding.
+            moves_of: by how much each of these streams' positions moves at commit, int64 [n]; 0 for padding.  None: as
+                its length does, and the label is the step's only one.
         """
         lease = ctx.slot_lease
         assert lease is not None
         kept = self._kept.get((label, lease.slot))
         if kept is None or kept.kv_plan is not kv_plan or kept.step is not step or ids is not None or ctx.capture:
-            moves = moves_of(kv_plan.streams)
+            moves, moved, by = _with_lengths(kv_plan) if moves_of is None else _apart(kv_plan, moves_of)
             view = self._buffer(label).put(moves, lease)
             planned = buffers.unfilled(kv_plan.num_tokens, lease)
 
@@ -106,14 +107,11 @@ class DevicePositions:
                     self._captured.add((label, lease))
                 self._compute(kv_plan, view, planned)
 
-            is_real = moves != 0
-            moved, by = kv_plan.streams[is_real], moves[is_real]
-            block = block_of(moved) if (by == by[:1]).all() else None
             kept = GraphPositions(
                 kv_plan=kv_plan,
                 step=step,
                 planned=planned,
-                moved=moved if block is None else block,
+                moved=moved,
                 by=by,
                 ids=ids,
                 is_captured=(label, lease) in self._captured,
@@ -137,7 +135,7 @@ class DevicePositions:
             self.counters.put(step.kv_plan.streams, step.ids)
         else:
             assert step.kv_plan.head is not None
-            self.counters.bring(step.kv_plan.head.streams, counters, epoch)
+            self.counters.bring(step.kv_plan.head.rows.streams, counters, epoch)
 
     def committed(self, planned: Positions, before: int, after: int) -> None:
         """The step that runs has moved the host's counters, whose epoch went from ``before`` to ``after``."""
@@ -165,3 +163,22 @@ class DevicePositions:
             factor=self._rotary.factor,
             interleave=self._rotary.interleave,
         )
+
+
+def _with_lengths(kv_plan: KVPlan) -> tuple[np.ndarray, np.ndarray | slice, np.ndarray]:
+    """Where positions move as lengths do: by how much those of each row do, int [B]; which streams', and by how much
+    each."""
+    assert kv_plan.head is not None
+    rows = kv_plan.head.rows
+    return rows.planned[0].is_real32, rows.streams if rows.block is None else rows.block, rows.spans
+
+
+def _apart(
+    kv_plan: KVPlan, moves_of: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, np.ndarray | slice, np.ndarray]:
+    """The same where they move by what ``moves_of`` says."""
+    moves = moves_of(kv_plan.streams)
+    is_real = moves != 0
+    moved, by = kv_plan.streams[is_real], moves[is_real]
+    block = block_of(moved) if (by == by[:1]).all() else None
+    return moves, moved if block is None else block, by

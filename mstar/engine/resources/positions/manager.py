@@ -240,6 +240,11 @@ class PositionManager(Resource):
             self._device.reserve(self._reserved_tokens)
         ids = None if explicit is None else explicit.cpu().numpy()
         buffers = self._label_buffers(label)
+        assert kv_plan.head is not None
+        rows = kv_plan.head.rows
+        move_alike = step.advance is None and self._is_sequential and len(rows.planned) == 1
+        if move_alike and ctx.labels(step) is rows.labels:
+            return self._device.plan(label, kv_plan, step, ctx, buffers, ids, None)
 
         def moves_of(streams: np.ndarray) -> np.ndarray:
             moves = np.zeros(self.next_position.size, np.int64)

@@ -28,14 +28,15 @@ class Positions:
 
     ``ids`` int64 [n], or [n, 3] where positions are three-fold.  ``bases`` fp32 [n], each token's theta, under dynamic
     scaling only.  ``tables`` are cosine and sine, [n, 1, rotary_dim] each; None until the forward builds them.
-    ``end``: all positions lie below it; None where the host does not know.  With ``head`` the forward computes ids and
-    tables, in place.
+    ``end``: the positions of the first ``num_known`` tokens (None: of all) lie below it; None where the host does not
+    know.  With ``head`` the forward computes ids and tables, in place.
     """
 
     ids: torch.Tensor
     bases: torch.Tensor | None
     tables: Tables | None = None
     end: int | None = None
+    num_known: int | None = None
     head: GraphPositions | None = None
 
 
@@ -83,12 +84,18 @@ class Rotary:
         return np.repeat(rows, spans)
 
     def tables(self, positions: Positions, out: Tables | None = None) -> Tables:
-        """Cosine and sine in ``dtype``; into ``out`` where given.  The same bits either way."""
+        """Cosine and sine in ``dtype``; into ``out`` where given, whose tail behind the known positions keeps its old
+        contents.  The same bits either way."""
+        ids, count = positions.ids, positions.num_known
         known = None if positions.end is None else self._known_up_to(positions.end)
-        if known is not None:
+        if known is not None and count in (None, ids.shape[0]):
             cos_out, sin_out = out or (None, None)
-            cos = torch.index_select(known[0], 0, positions.ids, out=cos_out)
-            return cos, torch.index_select(known[1], 0, positions.ids, out=sin_out)
+            cos = torch.index_select(known[0], 0, ids, out=cos_out)
+            return cos, torch.index_select(known[1], 0, ids, out=sin_out)
+        if known is not None and out is not None:
+            for table, kept in zip(known, out, strict=True):
+                torch.index_select(table, 0, ids[:count], out=kept[:count])
+            return out
         frequencies = self.frequencies
         if positions.bases is not None:
             frequencies = self._scaled(rope_frequencies.frequencies_of(positions.bases, self.dim))
@@ -106,6 +113,8 @@ class Rotary:
         if self._known is None or self._known[0].shape[0] < end:
             count = min(2 * -(-end // _FEWEST_KNOWN) * _FEWEST_KNOWN, _MOST_KNOWN)
             self._known = self._computed(torch.arange(count, device=self.frequencies.device), self.frequencies)
+            if self.frequencies.is_cuda and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()  # plans made ahead read it on another stream
         return self._known
 
     def _scaled(self, frequencies: torch.Tensor) -> torch.Tensor:
@@ -140,10 +149,10 @@ class LabelBuffers:
         axes = self._rotary.axes
         device_ids = self._ids.put_head(ids, tokens * axes, lease)
         device_bases = None if bases is None else self._bases.put_head(bases, tokens, lease)
-        end = None
-        if isinstance(ids, np.ndarray) and 0 < ids.size == tokens * axes:  # no old positions behind them
-            end = int(ids.max()) + 1
-        return Positions(device_ids if axes == 1 else device_ids.view(tokens, axes), device_bases, end=end)
+        device_ids = device_ids if axes == 1 else device_ids.view(tokens, axes)
+        if isinstance(ids, torch.Tensor) or not ids.size:
+            return Positions(device_ids, device_bases)
+        return Positions(device_ids, device_bases, end=int(ids.max()) + 1, num_known=ids.size // axes)
 
     def put_counters(self, counters: np.ndarray, streams: np.ndarray, lease: SlotLease | None) -> Positions:
         """``counters[streams]``, one position for each token and row; ``counters`` int64, ``streams`` int64 [n]."""

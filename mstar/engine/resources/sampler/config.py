@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mstar.engine.resources.base import Resource
 
 MOST_WINDOW = 2**20  # tokens
-_NUMBERS = (float, int)
 _SMALLEST, _LARGEST = math.nextafter(0.0, 1.0), sys.float_info.max  # what is above 0, and finite
 
 
@@ -125,31 +124,9 @@ class SamplingReqConfig(ResourceReqConfig):
 
         None means the sampler's default.
         """
-        if not self._is_in_range():
-            self._check_ranges()
+        self._check_ranges()
         if spec is not None:
             self._check_capabilities(spec)
-
-    def _is_in_range(self) -> bool:
-        """Whether every field is plainly of its type and in its range, as nearly all are; in one expression, for every
-        request is asked twice."""
-        return (
-            type(self.temperature) in _NUMBERS
-            and type(self.top_p) in _NUMBERS
-            and type(self.min_p) in _NUMBERS
-            and type(self.repetition_penalty) in _NUMBERS
-            and 0 <= self.temperature <= _LARGEST
-            and 0 < self.top_p <= 1
-            and 0 <= self.min_p <= 1
-            and 0 < self.repetition_penalty <= _LARGEST
-            and type(self.top_k) is type(self.repetition_window) is int
-            and type(self.min_tokens) is type(self.top_p_min_keep) is int
-            and self.top_k >= 0
-            and self.repetition_window >= 0
-            and self.min_tokens >= 0
-            and self.top_p_min_keep >= 1
-            and type(self.ignore_eos) is type(self.penalize_prompt) is type(self.top_p_first) is bool
-        )
 
     def _check_ranges(self) -> None:
         _check_real("temperature", self.temperature, "must be a finite number >= 0", 0, _LARGEST)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -14,8 +13,8 @@ from mstar.engine import strict_mode
 from mstar.engine.resources.base import EngineResourceInfo, Resource
 from mstar.engine.resources.sampler.config import SamplerSpec, SamplerStep, SamplingReqConfig
 from mstar.engine.resources.sampler.history import History
-from mstar.engine.resources.sampler.history_rows import HistoryRows, Overwritten
 from mstar.engine.resources.sampler.masters import DrawMasters
+from mstar.engine.resources.sampler.planned_step import PlannedStep
 from mstar.engine.resources.sampler.settings import StaticSettings
 from mstar.engine.resources.spec import NodeResourceSpec, ResourceReqConfig
 from mstar.engine.resources.static import StepBuffer
@@ -26,31 +25,6 @@ from mstar.utils import knobs
 
 if TYPE_CHECKING:
     from mstar.kernels.cuda.sampling import DeviceSampler
-
-
-@dataclass
-class _PlannedStep:
-    """The step in progress.  ``addressed``: each padded row's place in the masters; the tensors are [padded bs].
-
-    ``offset`` and ``tokens`` hold the state each row had, and after :meth:`SamplerManager.sample` the state it moves
-    to.  ``offset`` is None where the forward itself reads and writes the masters; ``tokens`` then holds the last tokens
-    that were there before, if anyone reads those.  ``history``: None where no row looks back.  ``draws``: calls of
-    sample, where the forward ran as Python; ``overwritten`` is what they wrote over in histories, in order.
-    """
-
-    settings: dict[str, torch.Tensor]
-    addressed: np.ndarray
-    index: torch.Tensor
-    offset: torch.Tensor | None
-    tokens: torch.Tensor | None
-    history: HistoryRows | None
-    apply_penalty: bool
-    apply_filters: bool
-    lease: SlotLease | None
-    is_capture: bool
-    draws: int = 0
-    overwritten: list[Overwritten] = field(default_factory=list)
-    faults: torch.Tensor | None = None
 
 
 class SamplerManager(Resource):
@@ -94,7 +68,7 @@ class SamplerManager(Resource):
         self._draws_per_replay: dict[BucketKey, int] = {}
         self._row_of: dict[int, int] = {}
         self._new_rows: list[int] = []  # restarted by the next plan, behind the steps of their last owners
-        self._planned: _PlannedStep | None = None
+        self._planned: PlannedStep | None = None
 
     @classmethod
     def build(cls, spec: NodeResourceSpec, info: EngineResourceInfo) -> Self:
@@ -148,12 +122,12 @@ class SamplerManager(Resource):
         if ctx.is_preplan:  # draw state is that of the step still running: settings only
             self._settings.stage(ctx.rows, ctx.slot_lease)
             return
+        lease = ctx.slot_lease
         if self._new_rows:
-            self._masters.restart(self._new_rows)
+            self._masters.restart(self._new_rows, lease)
             self._new_rows.clear()
         if step.prefill_tracked_tokens and self._history.is_used:
             self._meet_prompts(step.prefill_tracked_tokens)
-        lease = ctx.slot_lease
         settings = self._settings.gather(ctx.rows, lease)
         addressed, index = self._masters.target(ctx.rows, ctx.request_ids, step.kept_rids, lease)
         offset = tokens = None
@@ -162,7 +136,7 @@ class SamplerManager(Resource):
             if self.has_slot_masters:
                 tokens = self._gathered(self._masters.last_token, self._tokens, index, lease)
         history = self._history.rows_of(addressed, lease, ctx.capture) if step.looks_back else None
-        self._planned = _PlannedStep(
+        self._planned = PlannedStep(
             settings,
             addressed,
             index,
@@ -226,7 +200,7 @@ class SamplerManager(Resource):
             return self._draw_on_host(planned, logits)
         return self._draw_on_device(planned, logits, self._device_sampler)
 
-    def _draw_on_host(self, planned: _PlannedStep, logits: torch.Tensor) -> torch.Tensor:
+    def _draw_on_host(self, planned: PlannedStep, logits: torch.Tensor) -> torch.Tensor:
         masters, offset, history = self._masters, planned.offset, planned.history
         if offset is None:
             offset = masters.offset.index_select(0, planned.index)
@@ -250,7 +224,7 @@ class SamplerManager(Resource):
             planned.tokens.copy_(drawn)
         return drawn
 
-    def _draw_on_device(self, planned: _PlannedStep, logits: torch.Tensor, sampler: DeviceSampler) -> torch.Tensor:
+    def _draw_on_device(self, planned: PlannedStep, logits: torch.Tensor, sampler: DeviceSampler) -> torch.Tensor:
         """A replay runs none of this Python: state moves through tensors alone, in the sampler's last kernel."""
         masters, history, offset, tokens = self._masters, planned.history, planned.offset, planned.tokens
         index = overwritten = None
@@ -338,13 +312,13 @@ class SamplerManager(Resource):
     def _is_in_graph(self, ctx: StepContext) -> bool:
         return self._scatters_in_graph and ctx.slot_lease is not None
 
-    def _overwritten(self, planned: _PlannedStep) -> torch.Tensor | None:
+    def _overwritten(self, planned: PlannedStep) -> torch.Tensor | None:
         """Where the first draw of a forward that reads last tokens itself keeps those that it writes over."""
         if not self._reads_in_graph or planned.lease is None or self._device_sampler is None:
             return None
         return self._tokens.view(planned.addressed.size, planned.lease)
 
-    def _last_tokens(self, planned: _PlannedStep) -> torch.Tensor:
+    def _last_tokens(self, planned: PlannedStep) -> torch.Tensor:
         if self._host_tokens is None or planned.lease is None:
             return self._gathered(self._masters.last_token, self._tokens, planned.index, planned.lease)
         view = self._tokens.static(planned.addressed.size, planned.lease)

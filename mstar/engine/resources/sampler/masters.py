@@ -41,6 +41,7 @@ class DrawMasters:
         self._device = device
         self._host = [master.numpy() for master in (self.offset, self.last_token)] if device.type == "cpu" else []
         self._index = StepBuffer(torch.int64, device, num_slots)
+        self._restarted = StepBuffer(torch.int64, device, num_slots)
         self._targets: dict[int, _Target] = {}  # by slot, -1 for eager steps
 
     @property
@@ -50,14 +51,16 @@ class DrawMasters:
     def reserve(self, max_bs: int) -> None:
         """Room for ``max_bs`` rows in every slot's index row; may move it, so only before any capture."""
         self._index.reserve(max_bs)
+        self._restarted.reserve(self.num_rows)
         self._targets.clear()
 
-    def restart(self, rows: Sequence[int]) -> None:
-        """Rows of new requests back to no draw at all, in order behind what earlier steps still write to them."""
+    def restart(self, rows: Sequence[int], lease: SlotLease | None = None) -> None:
+        """Rows of new requests back to no draw at all, in order behind what earlier steps still write to them; the host
+        waits for none of these."""
         for master in self._host:
             master[rows] = 0
         if not self._host:
-            index = torch.tensor(rows, dtype=torch.int64, device=self._device)
+            index = self._restarted.put(np.array(rows), lease if len(rows) <= self.num_rows else None)
             self.offset.index_fill_(0, index, 0)
             self.last_token.index_fill_(0, index, 0)
 

@@ -93,7 +93,7 @@ class StaticSettings:
             self._counters["static_gather_hits"] += 1
             return staged
         block = self._columns.block(rows.size, lease)
-        block.fill({name: master[rows] for name, master in self._masters.items()}, rows.size)
+        block.take(self._masters, rows)
         staged = self._staged[slot] = _Staged(self._version, rows, block, block.columns(rows.size))
         self._counters["static_gathers"] += 1
         return staged

@@ -21,9 +21,9 @@ class PrefixChains:
 
     Only streams of label "main" have chains, so a stream here is a master row.  Host state by stream: ``_told`` tokens
     whose ids are in ``_ids``, ``_known`` those of them that its keys take into account, ``_indexed`` pages already
-    offered, ``_keys``.  A page behind the longest stream takes the ids that belong to no chain.  Steps are only noted,
-    and told together as soon as somebody looks: an array operation for many of them costs little more than for one.
-    ``coming``: pages of prompts that were not offered yet.
+    offered, ``_prompt`` full pages of its prompt, ``_keys``.  A page behind the longest stream takes the ids that
+    belong to no chain.  Steps are only noted, and told together as soon as somebody looks: an array operation for many
+    of them costs little more than for one.  ``coming``: pages of prompts that were not offered yet.
 
     Keys are made once in ``lazy_steps`` steps, of all streams together.  So a chain is never ahead of one that is
     extended at every step, and fewer than ``lazy_steps`` steps behind it.
@@ -42,6 +42,7 @@ class PrefixChains:
         self._told = np.full(num_streams, self._longest, np.int64)
         self._known = self._told.copy()
         self._indexed = np.zeros(num_streams, np.int64)
+        self._prompt = np.zeros(num_streams, np.int64)
         self._pages = np.zeros((num_streams, max_pages + 1, page_size), "<i4")  # resident where written
         self._ids = self._pages.reshape(num_streams, -1)
         self._keys: dict[int, list[bytes]] = {}
@@ -65,6 +66,10 @@ class PrefixChains:
         """Keys of the stream's full pages, as far as its tokens were taken into account."""
         return self._keys[stream]
 
+    def in_prompt(self, streams: np.ndarray) -> np.ndarray:
+        """Which of ``streams`` [n] have full pages of their prompts that were not offered yet, bool [n]."""
+        return self._indexed[streams] < self._prompt[streams]
+
     def begin(self, stream: int, ids: np.ndarray, match: PrefixMatch, items: Sequence[PrefixItem] = ()) -> None:
         """Starts the chain of a stream whose prompt is ``ids`` [n] with these ``items``.
 
@@ -74,6 +79,7 @@ class PrefixChains:
         self._ids[stream, : len(ids)] = ids
         self._told[stream] = self._known[stream] = len(ids)
         self._indexed[stream] = match.num_pages
+        self._prompt[stream] = len(match.keys)
         self._keys[stream] = list(match.keys)
         self._root[stream] = match.root
         self.coming.begin(stream, match.keys[match.num_pages :])
@@ -89,6 +95,7 @@ class PrefixChains:
             self._tell()
         if self._is_live[stream]:
             self._is_live[stream] = False
+            self._prompt[stream] = 0
             self._num_live -= 1
             self._told[stream] = self._known[stream] = self._longest
             self._num_items -= len(self._items[stream])
@@ -116,8 +123,11 @@ class PrefixChains:
         for raw, group in groupby(waiting, key=itemgetter(0)):
             streams, steps = np.frombuffer(raw, np.int64), [tokens for _, tokens in group]
             told = self._told[streams]
-            at = np.minimum(told[:, None] + np.arange(len(steps)), self._longest)
-            self._ids[streams[:, None], at] = np.array(steps).T
+            if len(steps) == 1:  # batches that change all the time
+                self._ids[streams, told] = steps[0]
+            else:
+                at = np.minimum(told[:, None] + np.arange(len(steps)), self._longest)
+                self._ids[streams[:, None], at] = np.array(steps).T
             self._told[streams] = np.minimum(told + len(steps), self._longest)
 
     def flush_chain_backlog(self) -> None:
@@ -146,9 +156,11 @@ class PrefixChains:
 
         Returns how many pages the index took.
         """
-        self._tell()
         is_live = self._is_live[streams]
-        is_lost = (stored_len > self._told[streams] + MAX_UNREPORTED) & is_live
+        is_lost = self._are_lost(streams, stored_len) & is_live
+        if self._waiting and is_lost.any():
+            self._tell()
+            is_lost = self._are_lost(streams, stored_len) & is_live
         if is_lost.any():
             for stream in streams[is_lost].tolist():
                 self.end(stream)
@@ -156,6 +168,31 @@ class PrefixChains:
         count = np.minimum(stored_len, self._known[streams]) // self._page_size - self._indexed[streams]
         has_new = (count > 0) & is_live
         return self._offer(streams[has_new], count[has_new], page_table) if has_new.any() else 0
+
+    def _are_lost(self, streams: np.ndarray, stored_len: np.ndarray) -> np.ndarray:
+        return stored_len > self._told[streams] + MAX_UNREPORTED
+
+    def complete(self, stream: int, stored_len: int, page_table: np.ndarray) -> None:
+        """:meth:`flush`, :meth:`committed` and :meth:`end` of one stream alone, by plain numbers; ``page_table`` int32
+        [pages] is its own."""
+        self._tell()
+        if not self._is_live[stream]:
+            return
+        told, size, keys = self._told.item(stream), self._page_size, self._keys[stream]
+        missing = told // size - len(keys)
+        if stored_len <= told + MAX_UNREPORTED:
+            if missing > 0:
+                self._extend_keys(stream, self._pages[stream, len(keys) : len(keys) + missing].tobytes(), missing)
+            first, end = self._indexed.item(stream), min(stored_len, told) // size
+            if end > first:
+                self._indexed[stream] = end
+                offered = keys[first:end]
+                if len(self.coming):
+                    self.coming.offered(offered)
+                parents = [keys[first - 1] if first else None, *offered[:-1]]
+                pages, columns = page_table[first:end].tolist(), np.arange(first, end)
+                self._index.insert_pages(parents, offered, pages, columns, self._pages[stream, first:end])
+        self.end(stream)
 
     def _offer(self, streams: np.ndarray, counts: np.ndarray, page_table: np.ndarray) -> int:
         """Offers the next ``counts`` [n] pages of ``streams`` [n] to the index; returns how many it took."""
@@ -186,12 +223,16 @@ class PrefixChains:
         size, offset = self._page_size, 0
         raw = self._pages[np.repeat(streams, counts), np.repeat(first, counts) + ragged_arange(counts)].tobytes()
         for stream, count in zip(streams.tolist(), counts.tolist(), strict=True):
-            keys, items = self._keys[stream], self._items[stream]
-            if items:
-                base = len(keys) * size
-                items = [item._replace(start=item.start - base) for item in items]
-            keys += keys_of_raw(keys[-1] if keys else self._root[stream], raw, count, items, size, offset)
+            self._extend_keys(stream, raw, count, offset)
             offset += 4 * size * count
+
+    def _extend_keys(self, stream: int, raw: bytes, count: int, offset: int = 0) -> None:
+        """Adds the keys of a stream's next ``count`` pages, whose ids are ``raw`` from byte ``offset``."""
+        keys, items = self._keys[stream], self._items[stream]
+        if items:
+            base = len(keys) * self._page_size
+            items = [item._replace(start=item.start - base) for item in items]
+        keys += keys_of_raw(keys[-1] if keys else self._root[stream], raw, count, items, self._page_size, offset)
 
     def _make_next_keys(self, streams: np.ndarray, columns: np.ndarray) -> None:
         """:meth:`_make_keys` of one page each, of streams without items: all that a flush of decode steps finds."""

@@ -187,7 +187,9 @@ class PrefixIndex:
                 taken.append(i)
                 parents.append(parent)
         which = np.array(taken, np.int64)
-        if taken:
+        if len(taken) == len(keys) > 0:
+            self._enter(np.array(pages), np.array(parents), depths, ids)
+        elif taken:
             self._enter(np.array(pages)[which], np.array(parents), depths[which], ids[which])
         return which
 

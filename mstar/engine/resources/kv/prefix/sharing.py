@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import numpy as np
 
-from mstar.engine.resources.kv.config import KVReqConfig
+from mstar.engine.resources.base import EngineResourceInfo
+from mstar.engine.resources.kv.config import KVReqConfig, PagedKVConfig
+from mstar.engine.resources.kv.pages import PageArena
 from mstar.engine.resources.kv.prefix.chains import PrefixChains
 from mstar.engine.resources.kv.prefix.coming import Coming
 from mstar.engine.resources.kv.prefix.index import PrefixIndex, PrefixMatch
+from mstar.engine.resources.kv.prefix.keys import prefix_root
 from mstar.engine.resources.kv.streams import Streams
 from mstar.engine.resources.step import MAIN_LABEL
+from mstar.utils import knobs
 
 
 class PrefixSharing:
@@ -29,6 +35,24 @@ class PrefixSharing:
         self._matches: dict[int, PrefixMatch] = {}
         self._leased: set[int] = set()
         self._is_due = False
+
+    @classmethod
+    def of_cache(cls, config: PagedKVConfig, info: EngineResourceInfo, arena: PageArena, streams: Streams) -> Self:
+        """What the requests of one cache share."""
+        root = prefix_root(
+            checkpoint="",  # an index lives no longer than its engine, which has one
+            config=f"{config.num_layers} {config.num_kv_heads} {config.head_dim}",
+            layout=config.layout,
+            page_size=config.page_size,
+            dtype=str(info.kv_dtype),
+            world_size=config.num_shards,
+            salt=config.prefix_cache_salt,
+        )
+        index = PrefixIndex(arena, config.page_size, root)
+        chains = PrefixChains(
+            index, config.page_size, info.total_rows, config.max_pages_per_row, knobs.kv_chain_lazy_steps()
+        )
+        return cls(index, chains, streams, config.page_size)
 
     def ingest(self, request_id: int, config: KVReqConfig) -> None:
         """Takes a request, unless it doesn't share."""
@@ -100,13 +124,19 @@ class PrefixSharing:
     def committed(self, streams: np.ndarray, is_decode: bool) -> None:
         """Streams of "main" int64 [n] that a commit has made longer.
 
-        After a decode step only when chains have got longer since the last time: most of a step's cost here is to
-        find out that nothing new can be offered.
+        Streams behind their prompts only when chains have got longer since the last time: most of a step's cost here
+        is to find out that nothing new can be offered.
         """
-        if is_decode and not self._is_due:
+        if not is_decode:
+            in_prompt = self.chains.in_prompt(streams)
+            if not self._is_due:
+                streams = streams[in_prompt]
+            is_decode = np.count_nonzero(in_prompt) < in_prompt.size  # of some
+        elif not self._is_due:
             return
         self._is_due = self._is_due and not is_decode
-        self.chains.committed(streams, self._streams.stored_len[streams], self._streams.page_table)
+        if streams.size:
+            self.chains.committed(streams, self._streams.stored_len[streams], self._streams.page_table)
 
     def leave(self, request_id: int) -> None:
         """The request goes; its row's chain stays until :meth:`end`."""
@@ -122,6 +152,10 @@ class PrefixSharing:
         self.chains.committed(rows, self._streams.stored_len[rows], self._streams.page_table)
         for row in rows.tolist():
             self.chains.end(row)
+
+    def end_one(self, row: int) -> None:
+        """:meth:`end` of one row."""
+        self.chains.complete(row, self._streams.stored_len.item(row), self._streams.page_table[row])
 
     def _match(self, config: KVReqConfig) -> PrefixMatch:
         """What of the prompt is indexed now."""
