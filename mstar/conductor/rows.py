@@ -67,6 +67,7 @@ class RowTable:
         self.version = 0
         self._has_held = False
         self._num_joined = 0
+        self._ahead = (-1, 0)  # what prompt_tokens_ahead found at this version
 
     @property
     def num_running(self) -> int:
@@ -85,13 +86,14 @@ class RowTable:
     def prompt_tokens_ahead(self) -> int:
         """Tokens of prompts that no launched step has brought, of rows that can run, and of followers what nobody else
         will bring."""
-        left = self.prompt_left
-        if not np.count_nonzero(left):
-            return 0
-        ahead = int(left[self.ready_states() != IDLE].sum())
-        if self.follows.count:
-            follows = self.follows.values & (self.state != IDLE)
-            ahead += int((left[follows] - self.coming_tokens[follows]).sum())
+        version, ahead = self._ahead
+        if version != self.version:
+            left = self.prompt_left
+            ahead = int(left[self.ready_states() != IDLE].sum())
+            if self.follows.count:
+                follows = self.follows.values & (self.state != IDLE)
+                ahead += int((left[follows] - self.coming_tokens[follows]).sum())
+            self._ahead = self.version, ahead
         return ahead
 
     def is_any_generating(self) -> bool:
@@ -130,13 +132,13 @@ class RowTable:
         self._write_stop_ids(row, request.stop_ids)
         self.infos[row] = info
         self.row_of[waiting.request_id] = row
-        self.version += 1
+        self._bump(request.num_prompt_tokens - info.cached_tokens)
 
     def follow(self, row: int, coming_tokens: int) -> None:
         """A row that has not run yet sits out steps from now on, since others bring so much of its prompt."""
         self.follows.write(row, True)
         self.coming_tokens[row] = coming_tokens
-        self.version += 1
+        self._bump(-coming_tokens)
 
     def go_on(self, row: int) -> None:
         """A row that sat out steps does no longer."""
@@ -215,6 +217,13 @@ class RowTable:
         self.version += 1
         if not self.row_of:
             self.stop_ids = self.stop_ids[:, :0]  # most traffic has none: the check costs nothing then
+
+    def _bump(self, more_ahead: int) -> None:
+        """Something changed that makes the prompt tokens ahead so many more."""
+        version, ahead = self._ahead
+        if version == self.version:
+            self._ahead = version + 1, ahead + more_ahead
+        self.version += 1
 
     def _write_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         if not stop_ids and not self.stop_ids.shape[1]:

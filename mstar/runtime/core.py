@@ -176,8 +176,9 @@ def with_overrides(specs: list[NodeResourceSpec], text: str | None) -> list[Node
 
 
 def _device(name: str) -> torch.device:
+    """The device that option ``device`` names, with its index: threads have current devices of their own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -186,6 +187,8 @@ def _device(name: str) -> torch.device:
         raise LoadError(f"option device: {name} asked for, but torch finds no GPU")
     if device.type not in ("cpu", "cuda"):
         raise LoadError(f"option device: auto, cpu or cuda:N, got {name!r}")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
