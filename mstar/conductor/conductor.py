@@ -15,8 +15,8 @@ from mstar.conductor.configs import RequestConfigs
 from mstar.conductor.counters import Counters
 from mstar.conductor.deadlines import Deadlines
 from mstar.conductor.departures import Departures
+from mstar.conductor.entrance import Entrance
 from mstar.conductor.followers import Followers
-from mstar.conductor.joining import Joining
 from mstar.conductor.landing import Landing
 from mstar.conductor.lanes import combined_lanes, plain_lanes
 from mstar.conductor.lobby import Lobby
@@ -38,9 +38,7 @@ from mstar.conductor.wait_queue import WaitQueue
 from mstar.conductor.way_back import WayBack
 from mstar.graph import compile_walks
 from mstar.utils import knobs
-from mstar.utils.errors import ErrorCode, MstarError, Unavailable
-
-PROMPT_STEPS = 2  # whose prompts rows may hold: the next one's, and those of the one that is launched behind it
+from mstar.utils.errors import MstarError, Unavailable
 
 
 class Conductor:
@@ -91,7 +89,6 @@ class Conductor:
         self._departures = Departures(engine, self._table, self.counters, self._outbox)
         queue = WaitQueue(limits, self._table, clock, self.pools)
         self._lobby = Lobby(queue, engine.prepare_request, limits, self._departures)
-        self._joining = Joining(queue, self.pools)
         self._followers = Followers(engine, self._table, self.pools, self._departures, self.counters, self._outbox)
         stops = StopCheck(limits.vocab_size, model.eos_ids, engine.accept_tokens, self._deadlines)
         self._landing = Landing(engine, self._table, stops, self._departures, self.counters, self._outbox)
@@ -106,6 +103,20 @@ class Conductor:
             transitions.entry_state,
             WayBack(limits.preemption, times),
             clock,
+        )
+        self._entrance = Entrance(
+            engine,
+            self._table,
+            self._lobby,
+            self.pools,
+            self._followers,
+            self._pressure,
+            self._departures,
+            self.counters,
+            self._outbox,
+            limits,
+            self._pace,
+            transitions.entry_state,
         )
         self._steps = Steps(
             engine, self._table, transitions, self._departures, self._pressure, self.counters, self._outbox
@@ -164,15 +175,20 @@ class Conductor:
                 self.counters.refused["deadline"] += 1
                 raise Unavailable(shortfall)
             self._deadlines.add(request.deadline_ns)
-        self._lobby.add(waiting)
         self._engine.clock.mark("arrivals")
-        self._join()
+        if not self._entrance.admits_at_once(waiting):
+            self._wait(waiting)
+        return request_id
+
+    def _wait(self, waiting: Waiting) -> None:
+        """Has a request wait; Unavailable where it may not."""
+        self._lobby.add(waiting)
+        self._entrance.let_in()
         num_free_rows = self.max_running_requests - self._table.num_running
-        reason = self._lobby.refusal(request.tenant, num_free_rows, self._has_prompt_room)
-        if reason is not None and self._lobby.remove(request_id) is not None:
+        reason = self._lobby.refusal(waiting.request.tenant, num_free_rows, self._entrance.has_prompt_room)
+        if reason is not None and self._lobby.remove(waiting.request_id) is not None:
             self.counters.refused["queue"] += 1
             raise Unavailable(reason)
-        return request_id
 
     def check(self, request: EngineRequest) -> None:
         """Does what can be done of a request without running it: all checks, and the slow work on a grammar.
@@ -227,7 +243,7 @@ class Conductor:
             self._followers.go_on()
         if len(self._pressure):
             self._pressure.come_back(bool(self._flights))
-        self._join()
+        self._entrance.let_in()
         flights, ahead = self._flights, self._steps_ahead()
         num_before = len(flights)
         goes_on = num_before <= ahead and self._launch()
@@ -308,43 +324,3 @@ class Conductor:
             else:
                 self._departures.end(row, FinishReason.TIMEOUT)
         self._deadlines.reset(queued, int(table.deadline_ns.min()))
-
-    def _has_prompt_room(self) -> bool:
-        """Whether the prompts of rows leave room in the next steps: who joined beyond that would only wait in a row,
-        where priorities and shares count no more."""
-        of_step = self.limits.max_batch_tokens
-        if self._pace is not None and self.limits.chunked_prefill and self._table.is_any_generating():
-            of_step = min(of_step, self._pace.prompt_tokens)
-        return self._table.prompt_tokens_ahead() < PROMPT_STEPS * of_step
-
-    def _join(self) -> None:
-        """Moves waiting requests into rows while rows, pages and the next steps' room for prompts last."""
-        if len(self._pressure) or not len(self._lobby.queue):
-            return
-        while self._table.num_running < self.max_running_requests and self._has_prompt_room():
-            waiting = self._joining.next()
-            if waiting is None:
-                return
-            info = waiting.info
-            coming = self._followers.coming_of(info)
-            self._engine.clock.mark("join")
-            try:
-                self._engine.ingest(info)
-            except Unavailable:
-                return
-            except Exception as error:  # a ValueError is a resource's word on the request's parameters
-                self._lobby.queue.remove(waiting.request_id)
-                if isinstance(error, ValueError):
-                    self._departures.fail_unrun(waiting, ErrorCode.INVALID_ARG, str(RefusedParameter(error)))
-                else:
-                    self._departures.fail_unrun(waiting, ErrorCode.INTERNAL, str(error))
-                continue
-            self._engine.clock.mark("ingest")
-            self._lobby.queue.join(waiting, 0 if coming is None else self.pools.prefix_tokens(coming.num_pages))
-            self._table.join(waiting, self._transitions.entry_state)
-            if coming is not None:
-                self._followers.add(info, coming)
-            self.counters.prompt_tokens += waiting.request.num_prompt_tokens
-            self.counters.cached_prompt_tokens += info.cached_tokens
-            self._outbox.add_cached(info.cached_tokens)
-            self._engine.clock.mark("join")

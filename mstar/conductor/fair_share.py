@@ -90,6 +90,14 @@ class FairShare:
         self._owner[row], self._counted[row] = number, 0
         self.put(number, self._place.item(number))
 
+    def seat(self, tenant: str, row: int) -> None:
+        """A request gets a master row while nobody waits: of what its tenant is served, only tokens that it makes once
+        somebody does will count.  To be told before the row's counts begin anew."""
+        number = self._number.get(tenant)
+        if number is None:
+            number = self._add(tenant)
+        self._owner[row], self._counted[row] = number, 0
+
     def least(self, bound: int) -> int:
         """Of the tenants at ``bound`` or above, of which there is one, the one that was served least."""
         self.settle()

@@ -164,10 +164,16 @@ class WaitQueue:
             yield from itertools.islice(self._behind(head, count), count - 1)
 
     def join(self, waiting: Waiting, coming_tokens: int = 0) -> None:
-        """A request leaves for its master row, before that row's counts begin anew.  Of its prompt's tokens that are
-        not cached, ``coming_tokens`` will be before it needs them."""
+        """A request leaves for its master row, or gets it without having waited, while nobody does; before that row's
+        counts begin anew.  Of its prompt's tokens that are not cached, ``coming_tokens`` will be before it needs them.
+        """
+        place = self._places.get(waiting.request_id)
+        if place is None:
+            assert not self._places, "somebody waits"
+            self._shares.seat(waiting.request.tenant, waiting.info.row)
+            return
+        tenant = self._tenants[waiting.request.tenant]
         prompt_tokens = waiting.request.num_prompt_tokens - waiting.info.cached_tokens - coming_tokens
-        place, tenant = self._places[waiting.request_id], self._tenants[waiting.request.tenant]
         self._shares.join(tenant.number, waiting.info.row, prompt_tokens)
         if place is not self._head:
             self._note_pass(place, tenant)

@@ -63,7 +63,8 @@ def test_one_that_leaves_may_get_the_others_going(serving):
 
 def test_a_head_that_never_joins_ends_too(serving, monkeypatch):
     bench = Bench()
-    monkeypatch.setattr(bench.conductor._joining, "next", lambda: None)
+    monkeypatch.setattr(bench.conductor._entrance, "admits_at_once", lambda waiting: False)
+    monkeypatch.setattr(bench.conductor._entrance._joining, "next", lambda: None)
     stuck = bench.submit([5], 2)
     call(bench, MOST_IDLE_CALLS)
     (failure,) = bench.outcomes[stuck].failures
