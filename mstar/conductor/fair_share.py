@@ -64,6 +64,7 @@ class FairShare:
             number = self._add(tenant)
         if not self._num_waiting:
             self._level = max(self._level, int(self._served.max()))
+            self._served[:] = self._level  # else what some make from now on would only catch up with it
         self._served[number] = max(self._served.item(number), self._level)
         self._level += 1  # of tenants that begin between two joins, the first is first
         self._num_waiting += 1

@@ -189,3 +189,25 @@ def check_order(
         assert not any(each < rid and level[each] == top and asked_of[each].tenant == own.tenant for each in waiting), (
             "an earlier one of its tenant was due"
         )
+
+
+def test_who_got_a_row_while_nobody_waited_is_served_for_what_it_makes_once_somebody_does():
+    bench = Bench(rows=2, pages=200, context=128, batch_tokens=256, prefix_cache=False)
+    for number in range(8):
+        bench.submit([10 + number] * 100, 1, tenant="a")
+    bench.run()  # "a" was served much, which is forgotten
+    for number, tenant in enumerate("ab"):
+        bench.submit([20 + number] * 4, 90, tenant=tenant)
+    ids = [bench.submit([22] * 4, 1, tenant="c")]
+    for _ in range(50):
+        bench.step()
+    ids += [bench.submit([23 + number] * 4, 1, tenant=tenant) for number, tenant in enumerate("ab")]
+    joined, join = [], bench.conductor._table.join
+
+    def noted(waiting, state):
+        joined.append(waiting.request_id)
+        join(waiting, state)
+
+    bench.conductor._table.join = noted
+    bench.run()
+    assert joined == ids  # both have been served alike since somebody waits, so they take turns as they came
